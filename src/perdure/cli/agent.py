@@ -1,0 +1,38 @@
+"""`python -m perdure.cli.agent`: one agent, started by the launcher. Imports as little as it can: 64 may start at once."""
+
+import os
+import sys
+
+import anyio
+
+from perdure.agent.loop import Agent
+from perdure.cli.programs import AgentStart, forget_token, read_start
+from perdure.errors import ConfigError, PerdureError
+from perdure.wire.channel import client_tls, server_tls
+
+
+def main() -> int:
+    try:
+        start = read_start(sys.argv[1:], AgentStart)
+        forget_token()
+        return anyio.run(_run, start)
+    except PerdureError as problem:
+        print(f"perdure: {problem}", file=sys.stderr, flush=True)
+        return 2 if isinstance(problem, ConfigError) else 1
+
+
+async def _run(start: AgentStart) -> int:
+    tls = start.tls
+    agent = Agent(
+        start.config,
+        dict(os.environ),
+        token=start.token,
+        version=start.version,
+        tls=client_tls(tls.ca) if tls is not None else None,
+        peer_tls=server_tls(tls.cert, tls.key) if tls is not None and tls.cert and tls.key else None,
+    )
+    return await agent.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""`perdure run` and `perdure control`: the command line understood, the machine looked at, the launcher started."""
+
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import anyio
+import msgspec
+
+from perdure.cli.control import run_control
+from perdure.cli.home import Home, JobDir, find_home, hold_lock, resolve_token
+from perdure.cli.launcher import Launcher, find_job
+from perdure.cli.programs import ControlStart
+from perdure.cli.request import RunRequest
+from perdure.cli.timeouts import check_timeouts, explain_timeouts
+from perdure.cli.torchrun import HelpRequested, help_text, parse
+from perdure.errors import ConfigError, HostError
+from perdure.store.eventlog import open_reader
+from perdure.vocab.event import JobEnded
+from perdure.vocab.generation import Address
+from perdure.vocab.ids import JobId
+from perdure.wire.tokens import parse_token
+
+LOOPBACK = "127.0.0.1"
+
+
+def run(argv: Sequence[str], version: str) -> int:
+    """`perdure run ARGV`; gives the exit code."""
+    request = _understand(argv)
+    if request is None:
+        return 0
+    home = find_home(os.environ)
+    local_addresses = _local_addresses(request.endpoint)
+    owner = request.runs_control(local_addresses)
+    local = request.is_local(local_addresses)
+    with ExitStack() as stack:
+        if owner and request.endpoint is not None and _is_served(request, home):
+            owner = False
+        if not owner:
+            request = _with_id_of_control(request, home)
+        job = home.job_dir(request.job.id)
+        if owner:
+            stack.enter_context(hold_lock(job))
+            finished = _put_away_old_log(job)
+            if finished is not None:
+                print(f"perdure: {finished}", file=sys.stderr)
+                return 0
+        token = resolve_token(home, job, os.environ, local=local)
+        bind = _bind_address(request.endpoint) if owner else None
+        launcher = Launcher(
+            request,
+            job,
+            _child_environ(),
+            token=token,
+            version=version,
+            bind=bind,
+            address=request.local_addr or _address_towards(request.endpoint, local=local),
+        )
+        with _one_problem():
+            return anyio.run(launcher.run)
+
+
+def control(argv: Sequence[str], version: str) -> int:
+    """`perdure control ARGV`: the same words as `perdure run`, but only control runs here, until the job is over."""
+    request = _understand(argv)
+    if request is None:
+        return 0
+    if request.endpoint is None:
+        raise ConfigError("perdure control needs --rdzv-endpoint HOST:PORT, at which the nodes will find it")
+    home = find_home(os.environ)
+    job = home.job_dir(request.job.id)
+    token = resolve_token(home, job, os.environ, local=request.is_local(_local_addresses(request.endpoint)))
+    bind = _bind_address(request.endpoint)
+    start = ControlStart(
+        spec=request.job,
+        job_dir=str(job.path),
+        host=bind.host,
+        port=bind.port,
+        token=token,
+        version=version,
+        tls=request.tls,
+        until_idle=True,
+    )
+    with hold_lock(job):
+        _put_away_old_log(job)
+        print(f"perdure: control of job {job.id} at {request.endpoint}, state in {job.path}", file=sys.stderr, flush=True)
+        code = anyio.run(run_control, start)
+        ended = _end_of(job)
+    return ended.exit_code if ended is not None else code or 3
+
+
+def _understand(argv: Sequence[str]) -> RunRequest | None:
+    try:
+        request = parse(argv, os.environ)
+    except HelpRequested:
+        print(help_text(), end="")
+        return None
+    for note in request.notes:
+        print(f"perdure: {note}", file=sys.stderr)
+    if request.explain:
+        print(explain_timeouts(request.job))
+        check_timeouts(request.job)
+        return None
+    return request
+
+
+@contextmanager
+def _one_problem() -> Iterator[None]:
+    """A task group wraps what its tasks raise; the user gets the first sentence."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
+
+
+def _child_environ() -> dict[str, str]:
+    environ = dict(os.environ)
+    environ.pop("PERDURE_TOKEN", None)
+    return environ
+
+
+# --- whose control ---------------------------------------------------------------------------------------------------
+
+
+def _local_addresses(endpoint: Address | None) -> frozenset[str]:
+    """The names by which this machine may be meant. An address is ours if a socket can be bound to it."""
+    names = {"localhost", socket.gethostname(), socket.getfqdn()}
+    if endpoint is not None and _can_bind(endpoint.host):
+        names.add(endpoint.host)
+    return frozenset(names)
+
+
+def _can_bind(host: str) -> bool:
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+            return True
+        except OSError:
+            continue
+    return False
+
+
+def _is_served(request: RunRequest, home: Home) -> bool:
+    """Whether a control of this job already answers at the endpoint: then this launcher only brings nodes."""
+    endpoint = request.endpoint
+    assert endpoint is not None
+    with socket.socket(socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET) as probe:
+        probe.settimeout(1.0)
+        if probe.connect_ex((endpoint.host, endpoint.port)) != 0:
+            return False
+    token = _known_token(request, home)
+    if token is None:
+        return False
+    pong = anyio.run(find_job, endpoint, token, request.tls.ca if request.tls else None, 1.0)
+    return pong is not None and (request.id_is_made or pong.job == request.job.id)
+
+
+def _known_token(request: RunRequest, home: Home) -> str | None:
+    """A token without knowing the job's id; None: there is none."""
+    try:
+        if "PERDURE_TOKEN" in os.environ:
+            return parse_token(os.environ["PERDURE_TOKEN"])
+        return resolve_token(home, home.job_dir(request.job.id, create=False), os.environ, local=False)
+    except ConfigError:
+        return None
+
+
+def _with_id_of_control(request: RunRequest, home: Home) -> RunRequest:
+    """Without --rdzv-id the job has the name that the machine with control has given it."""
+    if not request.id_is_made:
+        return request
+    assert request.endpoint is not None
+    token = resolve_token(home, home.job_dir(request.job.id, create=False), os.environ, local=False)
+    ca = request.tls.ca if request.tls else None
+    pong = anyio.run(find_job, request.endpoint, token, ca, request.job.rules.join_timeout)
+    if pong is None:
+        raise HostError(
+            f"no control answers at {request.endpoint}, or it refuses our token;"
+            " start `perdure run` or `perdure control` there, with the same PERDURE_TOKEN"
+        )
+    return msgspec.structs.replace(request, job=msgspec.structs.replace(request.job, id=JobId(pong.job)))
+
+
+def _bind_address(endpoint: Address | None) -> Address:
+    return Address(LOOPBACK, 0) if endpoint is None else endpoint
+
+
+def _address_towards(endpoint: Address | None, *, local: bool) -> str:
+    """The address of this machine's interface that faces the endpoint: other nodes reach us there."""
+    if endpoint is None or local:
+        return LOOPBACK if endpoint is None else endpoint.host
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # UDP: nothing is sent
+            return str(probe.getsockname()[0])
+    except OSError as problem:
+        raise HostError(
+            f"cannot reach {endpoint.host} ({problem}); check --rdzv-endpoint, or give this machine's --local-addr"
+        ) from None
+
+
+# --- a job of the same name ------------------------------------------------------------------------------------------
+
+
+def _end_of(job: JobDir) -> JobEnded | None:
+    if not job.events.exists():
+        return None
+    reader = open_reader(str(job.events))
+    try:
+        ends = [record for _, record in reader.read() if isinstance(record, JobEnded)]
+    finally:
+        reader.close()
+    return ends[-1] if ends else None
+
+
+def _put_away_old_log(job: JobDir) -> str | None:
+    """A job that finished stays finished (the sentence that says so); one that failed begins anew, its log is kept."""
+    ended = _end_of(job)
+    if ended is None:
+        return None
+    if ended.exit_code == 0:
+        return f"job {job.id} has finished already ({ended.reason}); give a new job another --rdzv-id, or remove {job.path}"
+    number = 1
+    while (kept := job.path / f"events-{number}.db").exists():
+        number += 1
+    for suffix in ("-wal", "-shm", ""):
+        old = job.path / f"events.db{suffix}"
+        if old.exists():
+            os.replace(old, f"{kept}{suffix}")
+    return None

@@ -1,0 +1,55 @@
+"""The state, as each node must hear it. Pure."""
+
+import msgspec
+
+from perdure.control.state import State
+from perdure.vocab.generation import Address, Phase
+from perdure.vocab.ids import NodeId
+from perdure.vocab.units import Instant
+from perdure.wire.messages import DrainOrder, Duty, Orders, Peer
+
+
+def orders_for(state: State, node: NodeId, now: Instant) -> Orders:
+    """What `node` is to do now."""
+    assert state.spec is not None
+    spec, generation = state.spec, state.generation
+    common = Orders(version=state.version, job=spec.id, duty=Duty.WAIT, rules=spec.rules, stalls=spec.stalls)
+    if state.ended is not None:
+        return msgspec.structs.replace(common, duty=Duty.STOP, exit_code=state.ended.exit_code, generation=state.number)
+    if generation is None or generation.assignment.member(node) is None or not _is_fit(state, node):
+        return msgspec.structs.replace(common, spare=True, generation=state.number, peers=_peers(state, node))
+    running = generation.phase in (Phase.AGREED, Phase.RUNNING)
+    return msgspec.structs.replace(
+        common,
+        duty=Duty.RUN if running else Duty.GATHER,
+        generation=generation.number,
+        assignment=generation.assignment,
+        store=generation.store if running else None,
+        restarts=generation.number - 1,
+        redo_until=state.high_step,
+        drain=_drain(state, now),
+        peers=_peers(state, node),
+    )
+
+
+def _is_fit(state: State, node: NodeId) -> bool:
+    known = state.nodes.get(node)
+    return known is not None and known.is_fit
+
+
+def _drain(state: State, now: Instant) -> DrainOrder | None:
+    order = state.draining.order if state.draining is not None else None
+    if order is None:
+        return None
+    return DrainOrder(
+        signal=order.signal, grace=max(0.0, order.until - now), stop_after=order.stop_after, forward=order.forward
+    )
+
+
+def _peers(state: State, node: NodeId) -> tuple[Peer, ...]:
+    if state.previous is None:
+        return ()
+    known = (state.nodes.get(other) for other in state.previous.nodes if other != node)
+    return tuple(
+        Peer(node=k.node.id, address=Address(k.node.address, k.node.peer_port)) for k in known if k is not None
+    )

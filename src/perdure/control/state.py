@@ -1,0 +1,408 @@
+"""What control knows: a fold over the event log, nothing else. Pure; the same log gives the same state.
+
+It knows no leases (`control.leases`: silence is not an event until somebody calls it one) and makes no decisions
+(`control.brain`).
+"""
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from perdure.ports import LogRecord
+from perdure.vocab.decision import (
+    Begin,
+    Decision,
+    Drain,
+    Grow,
+    Hold,
+    Quarantine,
+    ReplaceNode,
+    RestartWorkers,
+    Shrink,
+)
+from perdure.vocab.event import (
+    CaughtUp,
+    ControlStarted,
+    DrainAcked,
+    ForkServerLost,
+    GenerationBegan,
+    GenerationRunning,
+    JobEnded,
+    JobSubmitted,
+    NodeDisconnected,
+    NodeFenced,
+    NodeGathered,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    NodeReady,
+    NodeRefused,
+    SavePassed,
+    StartFailed,
+    StepsBegun,
+    StopRequested,
+    StoreLost,
+    TimePassed,
+    WorkerExited,
+    WorkersStarted,
+    WorkerStalled,
+    WorkerStopped,
+    WorkerUnkillable,
+)
+from perdure.vocab.generation import Address, Assignment, Move, Phase, move
+from perdure.vocab.ids import EventId, GenerationNumber, Incarnation, NodeId, Rank
+from perdure.vocab.job import JobSpec
+from perdure.vocab.node import Node, NodeCondition
+from perdure.vocab.units import Instant
+from perdure.vocab.view import JobView, PastFault
+
+PAST_KEPT = 64
+"""Faults that the ladder remembers; a budget of restarts is far smaller."""
+
+
+FaultEvent = (
+    WorkerExited | WorkerStopped | WorkerStalled | WorkerUnkillable | StoreLost | StartFailed | NodeLost | NodeLeft
+)
+"""Events that somebody has to answer."""
+
+
+class NodeState(msgspec.Struct, frozen=True, kw_only=True):
+    """A node as control knows it."""
+
+    node: Node
+    present: bool
+    """Joined, and neither lost nor gone."""
+    condition: NodeCondition = NodeCondition.HEALTHY
+    ready: bool = False
+    """Has said NodeReady in this incarnation."""
+    joined_at: Instant
+    disconnected_at: Instant | None = None
+    acked: int = 0
+    """Number of the newest event of this incarnation that is in the log."""
+
+    @property
+    def is_fit(self) -> bool:
+        return self.present and self.condition is not NodeCondition.QUARANTINED
+
+
+class GenerationState(msgspec.Struct, frozen=True, kw_only=True):
+    """The current generation."""
+
+    assignment: Assignment
+    phase: Phase
+    began_at: Instant
+    answers: EventId
+    store: Address | None = None
+    gathered: frozenset[NodeId] = frozenset()
+    started: frozenset[NodeId] = frozenset()
+    begun: frozenset[NodeId] = frozenset()
+    """Members all of whose ranks have finished a step."""
+    saved_at: Instant | None = None
+    """When a member last ended a checkpoint phase."""
+    finished: frozenset[Rank] = frozenset()
+    acks: tuple[DrainAcked, ...] = ()
+
+    @property
+    def number(self) -> GenerationNumber:
+        return self.assignment.number
+
+
+class Draining(msgspec.Struct, frozen=True, kw_only=True):
+    """A user or a scheduler has asked the job to end."""
+
+    request: StopRequested
+    order: Drain | None = None
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that control's decisions may rest on."""
+
+    version: int = 0
+    """Records folded; orders made from this state carry it."""
+    spec: JobSpec | None = None
+    began_at: Instant = 0.0
+    nodes: Mapping[NodeId, NodeState] = {}
+    generation: GenerationState | None = None
+    number: GenerationNumber = GenerationNumber(0)
+    previous: Assignment | None = None
+    """Of the newest generation, also while none runs (a hold)."""
+    restarts: tuple[Instant, ...] = ()
+    past: tuple[PastFault, ...] = ()
+    hold: Hold | None = None
+    unanswered: tuple[FaultEvent, ...] = ()
+    """Faults of the current generation that no decision has answered yet: a control that starts again answers them."""
+    draining: Draining | None = None
+    high_step: int | None = None
+    """Highest step that any generation has finished, as far as told."""
+    tells_saves: bool = False
+    """Some generation has told of a checkpoint: growth waits for the next."""
+    ended: JobEnded | None = None
+
+    @property
+    def fit(self) -> frozenset[NodeId]:
+        return frozenset(node for node, known in self.nodes.items() if known.is_fit)
+
+    def spares(self) -> tuple[NodeId, ...]:
+        """Fit nodes outside the current world, the best first: warm ones, and members-to-be before standbys."""
+        members = set(self.previous.nodes) if self.previous is not None else set()
+        free = [k for n, k in self.nodes.items() if k.is_fit and k.disconnected_at is None and n not in members]
+        free.sort(key=lambda k: (not k.ready, k.node.standby, k.node.order, k.node.id))
+        return tuple(k.node.id for k in free)
+
+    def view(self) -> JobView:
+        """The snapshot for policy. Only after JobSubmitted."""
+        assert self.spec is not None
+        return JobView(
+            spec=self.spec,
+            assignment=self.previous,
+            next_number=GenerationNumber(self.number + 1),
+            present=self.fit,
+            spares=self.spares(),
+            restarts=self.restarts,
+            past=self.past,
+            finished=self.generation.finished if self.generation is not None else frozenset(),
+        )
+
+
+def replay(records: Iterable[LogRecord]) -> State:
+    """The state after `records`."""
+    state = State()
+    for record in records:
+        state = fold(state, record)
+    return state
+
+
+def fold(state: State, record: LogRecord) -> State:
+    """The state after one more record."""
+    state = msgspec.structs.replace(state, version=state.version + 1)
+    if isinstance(record, Decision):
+        return _fold_decision(state, record)
+    return _acknowledge(_fold_event(state, record), record.id)
+
+
+def event_id(node: NodeId, incarnation: Incarnation, seq: int) -> EventId:
+    """Name of the event with number `seq` of an agent's life."""
+    return EventId(f"{node}/{incarnation}/{seq}")
+
+
+def _acknowledge(state: State, event: EventId) -> State:
+    node, _, rest = event.partition("/")
+    incarnation, _, seq = rest.rpartition("/")
+    known = state.nodes.get(NodeId(node))
+    if known is None or not seq.isdigit() or str(known.node.incarnation) != incarnation or int(seq) <= known.acked:
+        return state
+    return _with_node(state, known, acked=int(seq))
+
+
+def _fold_event(state: State, event: LogRecord) -> State:
+    match event:
+        case JobSubmitted():
+            return msgspec.structs.replace(state, spec=event.spec, began_at=event.at)
+        case NodeJoined() | NodeLost() | NodeLeft() | NodeDisconnected() | NodeReady():
+            return _fold_node(state, event)
+        case StopRequested():
+            order = state.draining.order if state.draining is not None else None
+            return msgspec.structs.replace(state, draining=Draining(request=event, order=order))
+        case JobEnded():
+            ended = msgspec.structs.replace(state, ended=event, hold=None, unanswered=())
+            return _move_generation(ended, Move.FINISHED)
+        case GenerationBegan() | ControlStarted() | NodeRefused() | TimePassed() | NodeFenced() | ForkServerLost():
+            return state
+        case (
+            NodeGathered()
+            | WorkersStarted()
+            | GenerationRunning()
+            | StepsBegun()
+            | CaughtUp()
+            | SavePassed()
+            | WorkerExited()
+            | WorkerStopped()
+            | WorkerStalled()
+            | WorkerUnkillable()
+            | StoreLost()
+            | StartFailed()
+            | DrainAcked()
+        ):
+            return _fold_generation(state, event)
+        case _:
+            raise AssertionError(f"unknown record {event!r}")
+
+
+# --- nodes -----------------------------------------------------------------------------------------------------------
+
+
+def _with_node(state: State, known: NodeState, **changes: object) -> State:
+    changed = msgspec.structs.replace(known, **changes)
+    return msgspec.structs.replace(state, nodes={**state.nodes, known.node.id: changed})
+
+
+def _fold_node(state: State, event: NodeJoined | NodeLost | NodeLeft | NodeDisconnected | NodeReady) -> State:
+    if isinstance(event, NodeJoined):
+        known = state.nodes.get(event.node.id)
+        if known is not None and known.present and known.node.incarnation == event.node.incarnation:
+            return _with_node(state, known, node=event.node, disconnected_at=None)
+        condition = known.condition if known is not None else NodeCondition.HEALTHY
+        joined = NodeState(node=event.node, present=True, joined_at=event.at, condition=condition)
+        return msgspec.structs.replace(state, nodes={**state.nodes, event.node.id: joined})
+    known = state.nodes.get(event.node)
+    if known is None:
+        return state
+    match event:
+        case NodeReady():
+            return _with_node(state, known, ready=True)
+        case NodeDisconnected() if known.node.incarnation == event.incarnation:
+            return _with_node(state, known, disconnected_at=event.at)
+        case NodeLost() | NodeLeft() if known.node.incarnation == event.incarnation and known.present:
+            state = _with_node(state, known, present=False, ready=False, disconnected_at=None)
+            return _ask(state, event) if _is_needed(state, event.node) else state
+        case _:
+            return state
+
+
+def _is_needed(state: State, node: NodeId) -> bool:
+    """Whether the loss of `node` has to be answered: it is a member whose ranks have not all ended well."""
+    generation = state.generation
+    if generation is None or generation.phase is Phase.ENDED:
+        return False
+    member = generation.assignment.member(node)
+    return member is not None and not set(member.ranks) <= generation.finished
+
+
+def _ask(state: State, event: FaultEvent) -> State:
+    return msgspec.structs.replace(state, unanswered=(*state.unanswered, event))
+
+
+# --- the generation --------------------------------------------------------------------------------------------------
+
+GenerationEvent = (
+    NodeGathered
+    | WorkersStarted
+    | GenerationRunning
+    | StepsBegun
+    | CaughtUp
+    | SavePassed
+    | WorkerExited
+    | WorkerStopped
+    | WorkerStalled
+    | WorkerUnkillable
+    | StoreLost
+    | StartFailed
+    | DrainAcked
+)
+
+
+def _fold_generation(state: State, event: GenerationEvent) -> State:
+    state = _raise_high_step(state, event)
+    generation = state.generation
+    if generation is None or event.generation != generation.number or generation.phase is Phase.ENDED:
+        return state  # fencing: what an earlier generation still says is history
+    match event:
+        case NodeGathered():
+            generation = msgspec.structs.replace(
+                generation, gathered=generation.gathered | {event.node}, store=event.store or generation.store
+            )
+            return msgspec.structs.replace(state, generation=_advance(generation))
+        case WorkersStarted():
+            started = msgspec.structs.replace(generation, started=generation.started | {event.node})
+            return msgspec.structs.replace(state, generation=started)
+        case GenerationRunning():
+            return _move_generation(state, Move.STARTED)
+        case StepsBegun():
+            changed = msgspec.structs.replace(generation, begun=generation.begun | {event.node})
+            return msgspec.structs.replace(state, generation=changed)
+        case SavePassed():
+            changed = msgspec.structs.replace(generation, saved_at=event.at)
+            return msgspec.structs.replace(state, generation=changed, tells_saves=True)
+        case WorkerExited(exit_code=0):
+            changed = msgspec.structs.replace(generation, finished=generation.finished | {event.rank})
+            return msgspec.structs.replace(state, generation=changed)
+        case DrainAcked():
+            changed = msgspec.structs.replace(generation, acks=(*generation.acks, event))
+            return msgspec.structs.replace(state, generation=changed)
+        case CaughtUp():
+            return state
+        case _:
+            return _ask(state, event)
+
+
+def _advance(generation: GenerationState) -> GenerationState:
+    """INTERRUPTING → GATHERING → AGREED as far as the members have come."""
+    phase = generation.phase
+    if phase is Phase.INTERRUPTING and set(generation.assignment.nodes) <= generation.gathered:
+        phase = move(phase, Move.CLEARED)
+    if phase is Phase.GATHERING and generation.store is not None:
+        phase = move(phase, Move.GATHERED)
+    return msgspec.structs.replace(generation, phase=phase)
+
+
+def _raise_high_step(state: State, event: GenerationEvent) -> State:
+    match event:
+        case NodeGathered():
+            step = event.last_step
+        case CaughtUp() | SavePassed():
+            step = event.step
+        case _:
+            step = None
+    if step is None or step < 0 or (state.high_step is not None and step <= state.high_step):
+        return state
+    return msgspec.structs.replace(state, high_step=step)
+
+
+def _move_generation(state: State, by: Move) -> State:
+    generation = state.generation
+    if generation is None or generation.phase is Phase.ENDED:
+        return state
+    return msgspec.structs.replace(
+        state, generation=msgspec.structs.replace(generation, phase=move(generation.phase, by))
+    )
+
+
+# --- decisions -------------------------------------------------------------------------------------------------------
+
+
+def _fold_decision(state: State, decision: Decision) -> State:
+    diagnosis = decision.diagnosis
+    if diagnosis is not None:
+        past = PastFault(
+            fault=diagnosis.fault.id,
+            fingerprint=diagnosis.fingerprint,
+            at=decision.at,
+            rank=diagnosis.rank,
+            step=diagnosis.step,
+        )
+        state = msgspec.structs.replace(state, past=(*state.past, past)[-PAST_KEPT:])
+        if diagnosis.counts_as_restart:
+            state = msgspec.structs.replace(state, restarts=(*state.restarts, decision.at)[-PAST_KEPT:])
+    for action in decision.actions:
+        match action:
+            case RestartWorkers() | ReplaceNode() | Shrink() | Grow() | Begin():
+                state = _begin(state, action.assignment, decision)
+            case Hold():
+                state = msgspec.structs.replace(
+                    _move_generation(state, Move.FAULT), generation=None, hold=action, unanswered=()
+                )
+            case Quarantine():
+                known = state.nodes.get(action.node)
+                if known is not None:
+                    state = _with_node(state, known, condition=NodeCondition.QUARANTINED)
+            case Drain():
+                assert state.draining is not None
+                state = msgspec.structs.replace(
+                    state, draining=msgspec.structs.replace(state.draining, order=action)
+                )
+            case _:
+                pass  # GiveUp and Finish are followed by JobEnded; the others leave no trace here
+    return state
+
+
+def _begin(state: State, assignment: Assignment, decision: Decision) -> State:
+    return msgspec.structs.replace(
+        state,
+        generation=GenerationState(
+            assignment=assignment, phase=Phase.INTERRUPTING, began_at=decision.at, answers=decision.answers
+        ),
+        number=assignment.number,
+        previous=assignment,
+        hold=None,
+        unanswered=(),
+    )

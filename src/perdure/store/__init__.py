@@ -1,0 +1,1 @@
+"""Durable things: the event log."""

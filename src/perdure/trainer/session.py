@@ -1,0 +1,96 @@
+"""What a training script may say to Perdure: which step it is at, and what it is doing.
+
+The same script runs unchanged under plain `python` and `torchrun`: there the words go nowhere. Restart in process and
+checkpoints are not here yet.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+from perdure.errors import ConfigError
+from perdure.trainer.heartbeat import Heartbeat, current
+from perdure.wire.layouts import NEVER_STOP, LoopPhase
+
+T = TypeVar("T")
+
+_PHASES = {"checkpoint": LoopPhase.CHECKPOINT, "evaluation": LoopPhase.EVALUATION}
+
+
+class Run:
+    """This rank's part of the job. Got by `perdure.current_run()`, or given by `perdure.train`."""
+
+    def __init__(self, heartbeat: Heartbeat, environ: Mapping[str, str]) -> None:
+        self._heartbeat = heartbeat
+        self._stopping = False
+        self.rank = int(environ.get("RANK", "0"))
+        self.world_size = int(environ.get("WORLD_SIZE", "1"))
+        self.restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        """How often the workers have been started anew."""
+
+    @property
+    def generation(self) -> int:
+        """1, 2, 3 … of the job's agreements on who is which rank; 0 outside Perdure."""
+        return self._heartbeat.generation
+
+    @property
+    def stopping(self) -> bool:
+        """`steps` ended early, because the job is to save and end."""
+        return self._stopping
+
+    def steps(self, start: int = 0, stop: int | None = None) -> Iterator[int]:
+        """The steps to do: `start` (0, or where the script resumes) up to, not including, `stop` (None: no end).
+
+        A step is finished when the next one is asked for. Ends early, on every rank after the same step, when the job
+        is to save and end; `stopping` is True then. Raises ConfigError for a negative start.
+        """
+        if start < 0:
+            raise ConfigError(f"run.steps(start={start}): the first step to do cannot be negative")
+        heartbeat = self._heartbeat
+        heartbeat.tell_from(start)
+        step = start
+        try:
+            while stop is None or step < stop:
+                if heartbeat.stop_after != NEVER_STOP and step > heartbeat.stop_after:
+                    self._stopping = True
+                    break
+                yield step
+                heartbeat.step_done(step)
+                step += 1
+        finally:
+            heartbeat.set_phase(LoopPhase.DONE)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Say that what is in the `with` block is no step: "checkpoint", "evaluation", or a name of your own.
+
+        Each kind has its own limit before silence counts as a stall. May be nested. A checkpoint that ends without an
+        exception is also noted as a good moment to change the number of nodes.
+        """
+        heartbeat = self._heartbeat
+        before = heartbeat.phase
+        phase = _PHASES.get(name, LoopPhase.OTHER)
+        heartbeat.set_phase(phase)
+        try:
+            yield
+            if phase is LoopPhase.CHECKPOINT:
+                heartbeat.saved()
+        finally:
+            heartbeat.set_phase(before)
+
+
+_run: Run | None = None
+
+
+def current_run() -> Run:
+    """This process's Run, always the same one."""
+    global _run
+    if _run is None:
+        _run = Run(current, os.environ)
+    return _run
+
+
+def train(function: Callable[[Run], T]) -> T:
+    """Call `function` with this process's Run and give what it returns."""
+    return function(current_run())
