@@ -160,7 +160,7 @@ def _exit(state: AgentState, now: Instant) -> Step:
     if state.fenced is not None:
         action = Exit(EXIT_FENCED, state.fenced)
     else:
-        action = Exit(state.orders.exit_code, "the job has ended")
+        action = Exit(0, "the job has ended")
     return msgspec.structs.replace(state, exiting=True), [action]
 
 

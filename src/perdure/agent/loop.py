@@ -52,6 +52,8 @@ PEER_TIMEOUT = 1.0
 FORK_SERVER_RETRY = 5.0
 SWEEP_TRIES, SWEEP_WAIT = 20, 0.01
 EXIT_USAGE = 2
+EXIT_UNAVAILABLE = 69
+"""EX_UNAVAILABLE of sysexits.h: control was never reached."""
 
 
 class Agent:
@@ -151,7 +153,7 @@ class Agent:
         except JoinRefusedError as problem:
             self._end(Exit(EXIT_USAGE, str(problem)))
         except WireError as problem:
-            self._end(Exit(1, str(problem)))
+            self._end(Exit(EXIT_UNAVAILABLE, str(problem)))
 
     async def _watch(self) -> None:
         """Read the page and the processes; also the tick by which limits and leases pass."""

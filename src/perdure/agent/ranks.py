@@ -154,7 +154,7 @@ class Ranks:
         self._oom.close()
 
 
-class _ErrorFile(msgspec.Struct):
+class _ErrorFile(msgspec.Struct, frozen=True):
     """Our own part of an error file; see `trainer.failure`."""
 
     type: str
@@ -163,16 +163,16 @@ class _ErrorFile(msgspec.Struct):
     traceback: str
 
 
-class _TorchExtra(msgspec.Struct):
+class _TorchExtra(msgspec.Struct, frozen=True):
     py_callstack: str = ""
 
 
-class _TorchMessage(msgspec.Struct):
+class _TorchMessage(msgspec.Struct, frozen=True):
     message: str = ""
     extraInfo: _TorchExtra = _TorchExtra()  # noqa: N815 - torchrun's name
 
 
-class _TorchFile(msgspec.Struct):
+class _TorchFile(msgspec.Struct, frozen=True):
     message: _TorchMessage | str = ""
 
 

@@ -11,8 +11,9 @@ import anyio
 import msgspec
 
 from perdure.agent.config import AgentConfig
+from perdure.agent.loop import EXIT_UNAVAILABLE
 from perdure.agent.state import EXIT_FENCED
-from perdure.backends.local import Life, LocalMachine, Program
+from perdure.backends.local import YOUNG, Life, LocalMachine, Program
 from perdure.cli.control import EXIT_PORT_TAKEN
 from perdure.cli.home import JobDir, read_control
 from perdure.cli.programs import AgentStart, ControlStart, argv_of
@@ -31,6 +32,9 @@ END_SECONDS = 8.0
 """From the job's end until this machine's agents are killed: clean-up never takes more than 10 s."""
 CONTROL_START = 30.0
 EXIT_USAGE = 2
+AGENT_FINAL_CODES = frozenset({0, EXIT_USAGE, EXIT_UNAVAILABLE})
+MOST_EARLY_DEATHS = 20
+"""An agent that dies so often within seconds of its start is not started again."""
 
 
 class Launcher:
@@ -56,6 +60,7 @@ class Launcher:
         self._channel: Channel | None = None
         self._ended: JobEnded | None = None
         self._codes: dict[str, int] = {}
+        self._deaths: dict[str, int] = {}
         self._stops = 0
         self._done = anyio.Event()
 
@@ -135,7 +140,7 @@ class Launcher:
             config=self._agent_config(node), token=self._token, version=self._version, tls=self._request.tls
         )
         return Program(
-            name=node.name, argv=argv_of("agent"), config=msgspec.json.encode(start), final_codes=frozenset()
+            name=node.name, argv=argv_of("agent"), config=msgspec.json.encode(start), final_codes=AGENT_FINAL_CODES
         )
 
     def _agent_config(self, node: NodeToStart) -> AgentConfig:
@@ -184,7 +189,9 @@ class Launcher:
                 return None
             port = self._control.port if self._control is not None else 0
             return self._control_program(port)
-        if life.signal is not None or life.exit_code == EXIT_FENCED:
+        self._deaths[program.name] = self._deaths.get(program.name, 0) + 1 if life.seconds < YOUNG else 1
+        hopeless = self._deaths[program.name] > MOST_EARLY_DEATHS
+        if life.exit_code not in program.final_codes and self._ended is None and not hopeless:
             self._terminal.say(f"the agent of {program.name} ended ({_how(life)}); it is started again")
             return program
         self._codes[program.name] = life.exit_code if life.exit_code is not None else 1
@@ -255,6 +262,10 @@ class Launcher:
     async def _end(self) -> None:
         """The agents have heard of the end from control; whoever is still there after a while is killed."""
         self._machine.stop_restarting()
+        if self._bind is not None and self._ended is None:
+            with anyio.move_on_after(1.0):  # the agents may have heard of the end before the log was read here
+                while self._ended is None and CONTROL in self._machine.running:
+                    await anyio.sleep(0.02)
         deadline = time.monotonic() + END_SECONDS
         while time.monotonic() < deadline and self._agents_running():
             changed = self._machine.changed
@@ -272,7 +283,7 @@ class Launcher:
         return any(name != CONTROL for name in self._machine.running)
 
     def _exit_code(self) -> int:
-        if self._ended is not None and self._bind is not None:
+        if self._ended is not None:
             return self._ended.exit_code
         return max(self._codes.values(), default=1)
 

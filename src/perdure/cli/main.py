@@ -77,7 +77,7 @@ def jobs(json: AsJson = False) -> None:
     for folder in find_home(os.environ).list_jobs():
         records = _read_log(folder)
         if records:
-            summaries.append(summarize(records, is_control_alive=_is_control_alive(folder)))
+            summaries.append(summarize(folder.id, records, control_alive=_is_control_alive(folder)))
     _show(render_jobs(summaries, json))
 
 

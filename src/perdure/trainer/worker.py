@@ -56,8 +56,7 @@ def run_program(kind: str, target: str, args: Sequence[str]) -> None:
     except SystemExit:
         raise
     except BaseException as error:
-        if os.getpid() == pid:  # not in a child that the program forked by itself
-            _report(error, error_file)
+        _report(error, error_file if os.getpid() == pid else None)  # a child that the program forked is no worker
         raise
     finally:
         heartbeat.current.set_phase(LoopPhase.DONE)
