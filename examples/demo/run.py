@@ -17,6 +17,7 @@ from pathlib import Path
 from faults import FAULTS, Fault
 from judge import complaints, resumptions
 from rich.console import Console
+from rich.markup import escape
 from watch import JobOverError, Watch
 
 from perdure.cli.timeline import draw_timeline
@@ -28,7 +29,7 @@ PERDURE = (sys.executable, "-m", "perdure.cli.main")
 NODES, PER_NODE, SPARES = 2, 2, 1
 PATIENCE = 60.0  # seconds for anything that is awaited; a recovery takes one or two
 
-console = Console(highlight=False)
+console = Console(highlight=False, soft_wrap=True)
 
 
 def start(args: argparse.Namespace, training: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -94,20 +95,19 @@ def end(job: subprocess.Popen[bytes]) -> None:
 
 
 def report(watch: Watch, out: Path, env: dict[str, str]) -> None:
-    """What a user would ask afterwards: where the time went, why things were done, the picture."""
+    """What a user would ask afterwards: why things were done, and the picture."""
     if watch.log is None:
         return
     job = watch.log.parent.name
-    for verb in ("goodput", "why"):
-        console.print(f"\n[bold]$ perdure {verb} {job}[/]")
-        subprocess.run([*PERDURE, verb, job], env=env, check=False)
+    console.print(f"[bold]$ perdure why {job}[/]")  # `perdure goodput` gives the table above, which a run ends with
+    subprocess.run([*PERDURE, "why", job], env=env, check=False)
     picture = out / "timeline.svg"
     curve = [(loss.time, loss.step, loss.loss) for loss in watch.losses()]
     try:
         draw_timeline(account(watch.records), watch.records, picture, losses=curve)
         console.print(f"\nThe timeline is in [bold]{picture}[/].")
     except PerdureError as error:
-        console.print(f"\n[yellow]No picture: {error}[/]")
+        console.print(f"\n[yellow]No picture: {escape(str(error))}[/]")
     console.print(f"Saves and losses are in {out / 'training'}.")
 
 
@@ -127,7 +127,7 @@ def judge(watch: Watch, args: argparse.Namespace) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--steps", type=int, default=180)
     parser.add_argument("--save-every", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder that is made anew")

@@ -210,7 +210,8 @@ names = sorted(globals())
 from beside import VALUE
 print(json.dumps({
     "names": names, "argv": sys.argv, "orig": sys.orig_argv, "file": __file__, "name": __name__, "doc": __doc__,
-    "path0": sys.path[0], "spec": __spec__ and __spec__.name, "package": __package__, "loader": type(__loader__).__name__,
+    "path0": sys.path[0], "spec": __spec__ and __spec__.name, "package": __package__,
+    "loader": type(__loader__).__name__,
     "main": sys.modules["__main__"].__dict__ is globals(), "cwd": os.getcwd(), "value": VALUE,
     "leader": os.getsid(0) == os.getpid(), "stdin": sys.stdin.read(),
     "raw": [type(s.buffer).__name__ for s in (sys.stdout, sys.stderr)], "through": sys.stdout.write_through,
@@ -253,8 +254,8 @@ ENDINGS = {
     "syntax": "x = = 1",
     "hook": "import sys\nsys.excepthook = lambda t, v, tb: print('mine', t, tb.tb_lineno)\n\nraise ValueError",
     "atexit": "import atexit, sys\natexit.register(print, 'last', file=sys.stderr)\nraise ValueError('no')",
-    "thread": "import threading, time\nt = threading.Thread(target=lambda: (threading.main_thread().join(), print('after')))\n"
-    "t.start()\nraise ValueError('no')",
+    "thread": "import threading\ndef late():\n    threading.main_thread().join()\n    print('after')\n"
+    "threading.Thread(target=late).start()\nraise ValueError('no')",
     "forks": "import os\npid = os.fork()\nif pid == 0:\n    raise ValueError('child')\nos.waitpid(pid, 0)",
 }
 
@@ -376,7 +377,8 @@ def test_data_loader_workers_work_and_do_not_write_the_slot(launch: Launcher, wa
         f"loader_{method}.py",
         "import pickle, torch\nfrom torch.utils.data import DataLoader, Dataset\nimport perdure\n"
         "class Squares(Dataset):\n    def __len__(self): return 8\n"
-        "    def __getitem__(self, i):\n        perdure.current_run()._heartbeat.step_done(999)\n        return torch.tensor(i * i)\n"
+        "    def __getitem__(self, i):\n        perdure.current_run()._heartbeat.step_done(999)\n"
+        "        return torch.tensor(i * i)\n"
         "if __name__ == '__main__':\n"
         "    assert type(pickle.loads(pickle.dumps(Squares()))) is Squares\n"
         f"    loader = DataLoader(Squares(), batch_size=2, num_workers=2, multiprocessing_context='{method}')\n"

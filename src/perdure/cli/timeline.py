@@ -3,6 +3,7 @@
 It draws what the ledger says; it accounts for nothing itself. Times are of the run, from its first record.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ ROOM_FOR_MARK, ROOM_FOR_NUMBER, ROOM_FOR_WORD = 0.018, 0.05, 0.13
 """Of the picture's width."""
 MIN_WIDTH = 0.0015
 """Of the picture: what lasted less is drawn as wide, or a recovery of 0.2 s in an hour would not be seen."""
-_LAST_ON_TOP = sorted(Phase, key=lambda phase: phase in (Phase.DETECTION, Phase.RECOVERY))
-"""So that a short bar, drawn wider than it is, is not covered by its neighbour."""
+_ON_TOP = (Phase.DETECTION, Phase.RECOVERY)
+"""Drawn last: a short bar, drawn wider than it is, must not be covered by its neighbour."""
 
 
 def draw_timeline(
@@ -122,11 +123,13 @@ class _Picture:
 
     def _rows(self, axes: Any) -> None:
         least = MIN_WIDTH * axes.get_xlim()[1]
-        for index, node in enumerate(self.nodes):
-            for phase in _LAST_ON_TOP:
-                least_here = 0.0 if phase is Phase.IDLE_SPARE else least
-                bars = [self._bar(i, least_here) for i in self.ledger.intervals if (i.node, i.phase) == (node, phase)]
-                axes.broken_barh(bars, (index - 0.36, 0.72), color=COLOURS[phase], linewidth=0)
+        row_of = {node: row for row, node in enumerate(self.nodes)}
+        bars: dict[tuple[int, Phase], list[tuple[float, float]]] = defaultdict(list)
+        for interval in self.ledger.intervals:
+            wide = 0.0 if interval.phase is Phase.IDLE_SPARE else least
+            bars[row_of[interval.node], interval.phase].append(self._bar(interval, wide))
+        for (row, phase), pieces in sorted(bars.items(), key=lambda item: item[0][1] in _ON_TOP):
+            axes.broken_barh(pieces, (row - 0.36, 0.72), color=COLOURS[phase], linewidth=0)
         axes.set_ylim(max(len(self.nodes), 1) - 0.5, -0.5)
         if len(self.nodes) <= 32:
             axes.set_yticks(range(len(self.nodes)), self.nodes, color=INK)

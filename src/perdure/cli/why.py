@@ -78,7 +78,7 @@ def _chains(records: tuple[LogRecord, ...]) -> Iterator[Chain]:
 
 
 def _others_of(records: tuple[LogRecord, ...]) -> dict[int, list[e.AnyEvent]]:
-    """The faults that each decision covers, by its number: those before it, and late ones of the generation it ended."""
+    """The faults that each decision covers, by its number: those before it, and late ones of what it ended."""
     covered: dict[int, list[e.AnyEvent]] = {}
     answered, number = -1, 0
     coming = 0

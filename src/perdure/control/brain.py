@@ -4,16 +4,16 @@ Decisions are made from the state (level-triggered), never from the arrival of a
 replayed its log goes on where the one before it stopped. It knows no sockets, no leases and no clock but `now`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from perdure.control.state import FaultEvent, GenerationState, State, fold
+from perdure.control.state import SAVE_ROUND, FaultEvent, GenerationState, NodeState, State, fold
 from perdure.playbook.diagnose import diagnose, is_lost_peer
 from perdure.playbook.parse import Catalogue
 from perdure.policy import placement
 from perdure.policy.draining import stop_after
 from perdure.policy.recovery import recover, without_nodes
 from perdure.ports import LogRecord
-from perdure.vocab.decision import AnyAction, Begin, Decision, Drain, Finish, GiveUp, Grow
+from perdure.vocab.decision import AnyAction, Begin, Decision, Drain, Finish, GiveUp, Grow, Quarantine
 from perdure.vocab.event import (
     AnyEvent,
     GenerationBegan,
@@ -24,6 +24,7 @@ from perdure.vocab.event import (
     StopRequested,
     TimePassed,
     WorkerExited,
+    WorkerUnkillable,
 )
 from perdure.vocab.fault import Diagnosis, Scope
 from perdure.vocab.generation import Phase
@@ -61,24 +62,36 @@ def step(
         records.extend(made)
 
 
-def next_deadline(state: State) -> Instant | None:
-    """When `step` should be called at the latest although nothing happens; None: no deadline."""
+def next_deadline(state: State, now: Instant = 0.0) -> Instant | None:
+    """When `step` should be called at the latest although nothing happens; None: no deadline.
+
+    Deadlines up to `now` are left out: `step` has seen them, and what it did not act on needs an event.
+    """
     if state.ended is not None or state.spec is None:
         return None
-    rules = state.spec.rules
-    times: list[Instant] = []
-    if state.generation is None and state.hold is None:
-        times.append(_join_deadline(state))
-        times.append(state.began_at + rules.last_call)
-        times.extend(k.joined_at + PREFER_MEMBERS_SECONDS for k in state.nodes.values() if k.is_fit)
-        times.extend(k.joined_at + rules.last_call for k in state.nodes.values() if k.is_fit)
-    if state.hold is not None:
-        times.append(state.hold.until)
-    if state.unanswered:
-        times.append(min(_due(state, event) for event in state.unanswered))
-    if state.draining is not None and state.draining.order is not None:
-        times.append(state.draining.order.until)
-    return min(times, default=None)
+    return min((at for at in _deadlines(state, state.spec) if at > now), default=None)
+
+
+def _deadlines(state: State, spec: JobSpec) -> Iterator[Instant]:
+    """Every moment at which `_decide` may decide something else than before."""
+    generation = state.generation
+    if state.draining is not None:
+        request = state.draining.request
+        yield request.at + request.grace
+        yield _acks_until(request)
+    elif generation is None and state.hold is None:
+        yield _join_deadline(state)
+        for known in state.nodes.values():
+            yield known.joined_at + PREFER_MEMBERS_SECONDS
+            yield known.ready_at + spec.rules.last_call
+    elif state.hold is not None:
+        yield state.hold.until
+    elif generation is not None:
+        for event in state.unanswered:
+            yield _due(state, event)
+        yield generation.began_at + GROW_UNTOLD_SECONDS
+        if generation.saved_at is not None:
+            yield generation.saved_at + SAVE_ROUND
 
 
 def _is_repeated(state: State, event: AnyEvent) -> bool:
@@ -97,7 +110,10 @@ def _decide(state: State, now: Instant, catalogue: Catalogue) -> tuple[LogRecord
     if state.ended is not None or state.spec is None:
         return ()
     if state.draining is not None:
-        return _drain(state, state.spec, now)
+        return _drain(state, now)
+    outside = _quarantine_outsider(state, now, catalogue)
+    if outside:
+        return outside
     if state.generation is None:
         return _hold(state, state.spec, now) if state.hold is not None else _assemble(state, state.spec, now)
     return (
@@ -113,21 +129,20 @@ def _assemble(state: State, spec: JobSpec, now: Instant) -> tuple[LogRecord, ...
     ready = [k for k in state.nodes.values() if k.is_fit and k.ready and k.disconnected_at is None]
     ready.sort(key=lambda k: (k.node.standby, k.node.order, k.node.id))
     wanted = [k for k in ready if not k.node.standby]
-    first = min((k.joined_at for k in ready), default=now)
-    enough = len(wanted) >= spec.max_nodes or (
-        len(ready) >= spec.max_nodes and now - first >= PREFER_MEMBERS_SECONDS
-    )
+    enough = len(wanted) >= spec.max_nodes
+    if not enough and len(ready) >= spec.max_nodes:
+        enough = now >= min(k.joined_at for k in ready) + PREFER_MEMBERS_SECONDS
     if not enough and len(ready) >= spec.min_nodes:
-        newest = max(k.joined_at for k in ready)
-        enough = now - newest >= spec.rules.last_call
+        enough = now >= max(k.ready_at for k in ready) + spec.rules.last_call
     if enough:
-        nodes = [k.node.id for k in ready][: spec.max_nodes]
-        because = f"{len(nodes)} nodes are ready ({spec.min_nodes} to {spec.max_nodes} were asked for)"
-        return _begin(state, spec, nodes, now, _cause(state), because)
+        chosen = ready[: spec.max_nodes]
+        because = f"{len(chosen)} nodes are ready ({spec.min_nodes} to {spec.max_nodes} were asked for)"
+        return _begin(state, spec, [k.node.id for k in chosen], now, _newest(chosen).came, because)
     if now >= _join_deadline(state):
-        present = sum(k.is_fit for k in state.nodes.values())
+        present = len(state.fit)
+        warm = f", {len(ready)} of them ready to work" if len(ready) < present else ""
         reason = (
-            f"{present} of at least {spec.min_nodes} nodes joined within {show_duration(spec.rules.join_timeout)}"
+            f"{present} of at least {spec.min_nodes} nodes joined within {show_duration(spec.rules.join_timeout)}{warm}"
             " (--rdzv-conf join_timeout)"
         )
         return _end_by_deadline(state, now, "join", reason)
@@ -145,11 +160,11 @@ def _hold(state: State, spec: JobSpec, now: Instant) -> tuple[LogRecord, ...]:
     back = [node for node in state.previous.nodes if node in state.fit and state.nodes[node].disconnected_at is None]
     nodes = [*back, *state.spares()][: spec.max_nodes]
     if len(nodes) >= spec.min_nodes:
-        return _begin(state, spec, nodes, now, _cause(state), f"{len(nodes)} nodes are there again")
+        answers = _newest([state.nodes[node] for node in nodes]).came
+        return _begin(state, spec, nodes, now, answers, f"{len(nodes)} nodes are there again")
     if now >= state.hold.until:
-        reason = (
-            f"the job was held for {show_duration(spec.rules.hold)} (--hold), and {state.hold.lacking} node(s) are still missing"
-        )
+        lacking = spec.min_nodes - len(nodes)
+        reason = f"the job was held for {show_duration(spec.rules.hold)} (--hold), and {lacking} node(s) are still missing"
         return _end_by_deadline(state, now, "hold", reason)
     return ()
 
@@ -160,7 +175,7 @@ def _begin(
     number = GenerationNumber(state.number + 1)
     before = state.previous
     if before is not None:
-        assignment = placement.resize(number, before, nodes, spec.workers_per_node)
+        assignment = placement.with_nodes(number, before, nodes, spec.workers_per_node)
     else:
         assignment = placement.assign(number, nodes, spec.workers_per_node)
     action = Begin(id=ActionId(f"1-{number}-{answers}"), assignment=assignment)
@@ -178,17 +193,16 @@ def _with_generation(decision: Decision, action: AnyAction) -> tuple[LogRecord, 
     return decision, began
 
 
-def _cause(state: State) -> EventId:
-    """What a decision about nodes answers: the newest that joined."""
-    newest = max(state.nodes.values(), key=lambda k: k.joined_at)
-    return EventId(f"join/{newest.node.id}/{newest.node.incarnation}")
+def _newest(nodes: Sequence[NodeState]) -> NodeState:
+    """The one that became usable last: what a decision about nodes answers."""
+    return max(nodes, key=lambda k: k.came_version)
 
 
 def _finish(state: State, generation: GenerationState, now: Instant) -> tuple[LogRecord, ...]:
     world = generation.assignment.world_size
     if generation.phase is not Phase.RUNNING or len(generation.finished) < world:
         return ()
-    answers = EventId(f"control//g{generation.number}-done")
+    answers = generation.finished_by
     finish = Finish(id=ActionId(f"1-{generation.number}-done"))
     because = f"all {world} ranks have ended with exit code 0"
     decision = Decision(at=now, answers=answers, because=because, actions=(finish,))
@@ -199,9 +213,7 @@ def _finish(state: State, generation: GenerationState, now: Instant) -> tuple[Lo
 
 
 def _answer(state: State, spec: JobSpec, now: Instant, catalogue: Catalogue) -> tuple[LogRecord, ...]:
-    due = [event for event in state.unanswered if _due(state, event) <= now]
-    if not due:
-        return ()
+    due = sorted((event for event in state.unanswered if _due(state, event) <= now), key=lambda event: event.at)
     diagnosis = min(diagnose(due, catalogue), key=_first_to_answer, default=None)
     if diagnosis is None:
         return ()
@@ -214,8 +226,23 @@ def _answer(state: State, spec: JobSpec, now: Instant, catalogue: Catalogue) -> 
     return _with_generation(decision, decision.actions[0])
 
 
+def _quarantine_outsider(state: State, now: Instant, catalogue: Catalogue) -> tuple[LogRecord, ...]:
+    """A node outside the current world keeps a worker that cannot be killed: set it aside, and disturb nobody."""
+    members = state.generation.assignment.nodes if state.generation is not None else ()
+    for event in state.unanswered:
+        if isinstance(event, WorkerUnkillable) and event.node not in members:
+            (diagnosis,) = diagnose([event], catalogue)
+            action = Quarantine(
+                id=ActionId(f"1-{state.number}-{event.id}-quarantine"), node=event.node, reason=diagnosis.what
+            )
+            because = f"{diagnosis.fault.title.lower()}; {event.node} has no part in the current world and gets none"
+            decision = Decision(at=now, answers=event.id, because=because, actions=(action,), diagnosis=diagnosis)
+            return (decision,)
+    return ()
+
+
 def _first_to_answer(diagnosis: Diagnosis) -> tuple[bool, bool]:
-    """A lost node explains what the others say; a lost peer explains nothing. Else the first that came (min is stable)."""
+    """A lost node explains what the others say; a lost peer explains nothing. Else the first that happened."""
     return diagnosis.fault.scope is not Scope.NODE, diagnosis.fault.id == "worker.peer-lost"
 
 
@@ -248,59 +275,83 @@ def _running(generation: GenerationState, now: Instant) -> tuple[LogRecord, ...]
 
 def _grow(state: State, spec: JobSpec, generation: GenerationState, now: Instant) -> tuple[LogRecord, ...]:
     """Take more nodes in, at a checkpoint boundary; at once where the script tells of no checkpoints."""
-    lacking = spec.max_nodes - len(generation.assignment.nodes)
+    members = generation.assignment.nodes
+    lacking = spec.max_nodes - len(members)
     if lacking <= 0 or generation.phase is not Phase.RUNNING or generation.finished or state.unanswered:
         return ()
-    joining = tuple(s for s in state.spares() if state.nodes[s].ready)[:lacking]
+    if any(state.nodes[m].disconnected_at is not None or m not in state.fit for m in members):
+        return ()  # it will be lost or be back in a moment: one change at a time
+    joining = [k for s in state.spares() if (k := state.nodes[s]).ready][:lacking]
     if not joining:
         return ()
-    members = set(generation.assignment.nodes)
-    tells = state.tells_saves
-    latest = max(state.nodes[s].joined_at for s in joining)
-    if tells and (generation.saved_at or 0.0) < latest:
+    records, answers, moment = _moment_to_grow(state, generation, joining, now)
+    if not answers:
         return ()
-    if not tells and not members <= generation.begun and now - generation.began_at < GROW_UNTOLD_SECONDS:
-        return ()  # a generation that has not done its first step is left alone
     number = GenerationNumber(state.number + 1)
-    answers = _cause(state)
-    action = Grow(
-        id=ActionId(f"1-{number}-{answers}"),
-        assignment=placement.resize(
-            number, generation.assignment, [*generation.assignment.nodes, *joining], spec.workers_per_node
-        ),
-        joined=joining,
-    )
-    moment = "a checkpoint has just been saved" if tells else "the script tells of no checkpoints to wait for"
-    because = f"{', '.join(joining)} can take part, and {moment}"
-    return _with_generation(Decision(at=now, answers=answers, because=because, actions=(action,)), action)
+    joined = tuple(k.node.id for k in joining)
+    assignment = placement.resize(number, generation.assignment, [*members, *joined], spec.workers_per_node)
+    action = Grow(id=ActionId(f"1-{number}-{answers}"), assignment=assignment, joined=joined)
+    because = f"{', '.join(joined)} can take part, and {moment}"
+    decision = Decision(at=now, answers=answers, because=because, actions=(action,))
+    return *records, *_with_generation(decision, action)
 
 
-def _drain(state: State, spec: JobSpec, now: Instant) -> tuple[LogRecord, ...]:
+def _moment_to_grow(
+    state: State, generation: GenerationState, joining: Sequence[NodeState], now: Instant
+) -> tuple[tuple[LogRecord, ...], EventId, str]:
+    """What makes this the moment: records to add first, the event that is answered (empty: not now), and why."""
+    if state.tells_saves:
+        saved = generation.saved_at
+        is_fresh = saved is not None and saved >= max(k.ready_at for k in joining) and now >= saved + SAVE_ROUND
+        return (), generation.saved_by if is_fresh else EventId(""), "a checkpoint has just been saved"
+    newest = _newest(joining)
+    if set(generation.assignment.nodes) <= generation.begun:
+        came_last = newest.came_version > generation.begun_version
+        answers = newest.came if came_last else generation.begun_by
+        return (), answers, "the script tells of no checkpoints to wait for"
+    if now < generation.began_at + GROW_UNTOLD_SECONDS:
+        return (), EventId(""), ""  # a generation that has not done its first step is left alone
+    passed = TimePassed(id=EventId(f"control//grow-{state.version}"), at=now, deadline="grow")
+    return (passed,), passed.id, f"no step was told within {show_duration(GROW_UNTOLD_SECONDS)}"
+
+
+def _drain(state: State, now: Instant) -> tuple[LogRecord, ...]:
     """Ask where the workers stand, name the step to stop at (or forward the signal), end when all have ended."""
     assert state.draining is not None
     request, order, generation = state.draining.request, state.draining.order, state.generation
     until = request.at + request.grace
-    if generation is None or request.grace <= 0:
-        return _end_stopped(state, now, f"stopped by {request.by}")
+    if generation is None or generation.phase is not Phase.RUNNING or request.grace <= 0:
+        return _end_stopped(now, f"stopped by {request.by}")  # no worker runs that has something to save
     done = _ended_ranks(state, generation)
     if len(done) >= generation.assignment.world_size or now >= until:
         how = "all workers have ended" if now < until else f"{show_duration(request.grace)} were over (--shutdown-timeout)"
-        return _end_stopped(state, now, f"stopped by {request.by}; {how}")
+        return _end_stopped(now, f"stopped by {request.by}; {how}")
     if order is None:
         ask = Drain(id=ActionId(f"1-{generation.number}-drain"), until=until, signal=request.signal)
         return (Decision(at=now, answers=request.id, because=f"{request.by}: save and end", actions=(ask,)),)
     if order.stop_after is None and not order.forward:
-        return _name_stop(generation, request, until, now)
+        return _name_stop(state, generation, request, until, now)
     return ()
 
 
+def _acks_until(request: StopRequested) -> Instant:
+    """How long the nodes' answers to a stop are waited for."""
+    return request.at + min(1.0, request.grace / 2)
+
+
 def _name_stop(
-    generation: GenerationState, request: StopRequested, until: Instant, now: Instant
+    state: State, generation: GenerationState, request: StopRequested, until: Instant, now: Instant
 ) -> tuple[LogRecord, ...]:
     acks = {ack.node: ack for ack in generation.acks}
     silent = set(generation.assignment.nodes) - set(acks)
-    if silent and now < request.at + min(1.0, request.grace / 2):
+    if silent and now < _acks_until(request):
         return ()
+    records: tuple[LogRecord, ...] = ()
+    if silent:
+        answers = EventId(f"control//acks-{state.version}")
+        records = (TimePassed(id=answers, at=now, deadline="acks"),)
+    else:
+        answers = generation.acks[-1].id
     identity = ActionId(f"1-{generation.number}-drain-2")
     if not silent and all(ack.tells for ack in acks.values()):
         last = stop_after([a.last_step for a in acks.values()], [a.step_seconds for a in acks.values()])
@@ -308,8 +359,8 @@ def _name_stop(
         because = f"all ranks tell their steps, so all end after step {last}"
     else:
         order = Drain(id=identity, until=until, signal=request.signal, forward=True)
-        because = "the script does not tell its steps, so the signal goes to the workers"
-    return (Decision(at=now, answers=request.id, because=because, actions=(order,)),)
+        because = "not all scripts tell their steps, so the signal goes to the workers"
+    return *records, Decision(at=now, answers=answers, because=because, actions=(order,))
 
 
 def _ended_ranks(state: State, generation: GenerationState) -> set[int]:
@@ -319,7 +370,7 @@ def _ended_ranks(state: State, generation: GenerationState) -> set[int]:
     return set(generation.finished) | gone | ranks
 
 
-def _end_stopped(state: State, now: Instant, reason: str) -> tuple[LogRecord, ...]:
+def _end_stopped(now: Instant, reason: str) -> tuple[LogRecord, ...]:
     return (JobEnded(id=EventId("control//end"), at=now, exit_code=EXIT_INCOMPLETE, reason=reason),)
 
 

@@ -43,8 +43,13 @@ def closed(contacts: Contacts, node: NodeId, now: Instant) -> Contacts:
 
 
 def adopt(state: State, now: Instant) -> Contacts:
-    """Contacts of a control that has just replayed its log: every present node has a whole lease to come back."""
-    return {node: Contact(heard_at=now) for node, known in state.nodes.items() if known.present}
+    """Contacts of a control that has just replayed its log: every present node has two leases to come back.
+
+    Two, because while control was dead the nodes vouched for each other: one that cannot come back may rely on that
+    until a lease after the others came back.
+    """
+    lease = state.spec.rules.lease if state.spec is not None else 0.0
+    return {node: Contact(heard_at=now + lease) for node, known in state.nodes.items() if known.present}
 
 
 def overdue(contacts: Contacts, state: State, now: Instant) -> tuple[NodeLost, ...]:
@@ -56,14 +61,14 @@ def overdue(contacts: Contacts, state: State, now: Instant) -> tuple[NodeLost, .
         contact = contacts.get(node)
         if not known.present or contact is None or _deadline(contact, state) > now:
             continue
-        since = contact.closed_at if contact.closed_at is not None else contact.heard_at
+        since = contact.heard_at if contact.closed_at is None else contact.closed_at
         lost.append(
             NodeLost(
                 id=EventId(f"lost/{node}/{known.node.incarnation}"),
                 at=now,
                 node=node,
                 incarnation=known.node.incarnation,
-                silent_for=now - since,
+                silent_for=max(0.0, now - since),
                 connection_closed=contact.closed_at is not None,
             )
         )
@@ -80,4 +85,7 @@ def _deadline(contact: Contact, state: State) -> Instant:
     assert state.spec is not None
     rules = state.spec.rules
     silence = contact.heard_at + rules.lease + FENCE_MARGIN
-    return silence if contact.closed_at is None else min(silence, contact.closed_at + rules.reconnect_grace)
+    if contact.closed_at is None:
+        return silence
+    # A report after the close shows that the process lives: its grace begins anew.
+    return min(silence, max(contact.closed_at, contact.heard_at) + rules.reconnect_grace)

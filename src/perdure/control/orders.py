@@ -2,7 +2,7 @@
 
 import msgspec
 
-from perdure.control.state import State
+from perdure.control.state import GenerationState, State
 from perdure.vocab.generation import Address, Phase
 from perdure.vocab.ids import NodeId
 from perdure.vocab.units import Instant
@@ -16,7 +16,7 @@ def orders_for(state: State, node: NodeId, now: Instant) -> Orders:
     common = Orders(version=state.version, job=spec.id, duty=Duty.WAIT, rules=spec.rules, stalls=spec.stalls)
     if state.ended is not None:
         return msgspec.structs.replace(common, duty=Duty.STOP, exit_code=state.ended.exit_code, generation=state.number)
-    if generation is None or generation.assignment.member(node) is None or not _is_fit(state, node):
+    if generation is None or not _has_part(state, generation, node):
         return msgspec.structs.replace(common, spare=True, generation=state.number, peers=_peers(state, node))
     running = generation.phase in (Phase.AGREED, Phase.RUNNING)
     return msgspec.structs.replace(
@@ -32,9 +32,10 @@ def orders_for(state: State, node: NodeId, now: Instant) -> Orders:
     )
 
 
-def _is_fit(state: State, node: NodeId) -> bool:
+def _has_part(state: State, generation: GenerationState, node: NodeId) -> bool:
     known = state.nodes.get(node)
-    return known is not None and known.is_fit
+    is_member = generation.assignment.member(node) is not None and node not in generation.gone
+    return is_member and known is not None and known.is_fit
 
 
 def _drain(state: State, now: Instant) -> DrainOrder | None:

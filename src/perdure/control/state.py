@@ -56,6 +56,8 @@ from perdure.vocab.node import Node, NodeCondition
 from perdure.vocab.units import Instant
 from perdure.vocab.view import JobView, PastFault
 
+SAVE_ROUND = 1.0
+"""Seconds in which the nodes tell of one and the same checkpoint: they end it together, their reports come apart."""
 PAST_KEPT = 64
 """Faults that the ladder remembers; a budget of restarts is far smaller."""
 
@@ -77,8 +79,14 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     """Has said NodeReady in this incarnation."""
     joined_at: Instant
     disconnected_at: Instant | None = None
+    ready_at: Instant = 0.0
+    """When it said so last."""
     acked: int = 0
     """Number of the newest event of this incarnation that is in the log."""
+    came: EventId = EventId("")
+    """The event by which it last became usable: it joined, came back, or got warm."""
+    came_version: int = 0
+    """Number of that record, to order such events."""
 
     @property
     def is_fit(self) -> bool:
@@ -97,9 +105,17 @@ class GenerationState(msgspec.Struct, frozen=True, kw_only=True):
     started: frozenset[NodeId] = frozenset()
     begun: frozenset[NodeId] = frozenset()
     """Members all of whose ranks have finished a step."""
+    begun_by: EventId = EventId("")
+    begun_version: int = 0
+    """The newest event of `begun`, and its number."""
     saved_at: Instant | None = None
-    """When a member last ended a checkpoint phase."""
+    """When the first member ended the last checkpoint phase."""
+    saved_by: EventId = EventId("")
     finished: frozenset[Rank] = frozenset()
+    finished_by: EventId = EventId("")
+    """The event that added the newest of `finished`."""
+    gone: frozenset[NodeId] = frozenset()
+    """Members that went away after all their ranks had ended well: nobody runs those again in this generation."""
     acks: tuple[DrainAcked, ...] = ()
 
     @property
@@ -240,21 +256,32 @@ def _fold_node(state: State, event: NodeJoined | NodeLost | NodeLeft | NodeDisco
     if isinstance(event, NodeJoined):
         known = state.nodes.get(event.node.id)
         if known is not None and known.present and known.node.incarnation == event.node.incarnation:
-            return _with_node(state, known, node=event.node, disconnected_at=None)
+            return _with_node(
+                state, known, node=event.node, disconnected_at=None, came=event.id, came_version=state.version
+            )
         condition = known.condition if known is not None else NodeCondition.HEALTHY
-        joined = NodeState(node=event.node, present=True, joined_at=event.at, condition=condition)
+        joined = NodeState(
+            node=event.node,
+            present=True,
+            joined_at=event.at,
+            condition=condition,
+            came=event.id,
+            came_version=state.version,
+        )
         return msgspec.structs.replace(state, nodes={**state.nodes, event.node.id: joined})
     known = state.nodes.get(event.node)
     if known is None:
         return state
     match event:
         case NodeReady():
-            return _with_node(state, known, ready=True)
+            return _with_node(
+                state, known, ready=True, ready_at=event.at, came=event.id, came_version=state.version
+            )
         case NodeDisconnected() if known.node.incarnation == event.incarnation:
             return _with_node(state, known, disconnected_at=event.at)
         case NodeLost() | NodeLeft() if known.node.incarnation == event.incarnation and known.present:
             state = _with_node(state, known, present=False, ready=False, disconnected_at=None)
-            return _ask(state, event) if _is_needed(state, event.node) else state
+            return _ask(state, event) if _is_needed(state, event.node) else _without_finished(state, event.node)
         case _:
             return state
 
@@ -266,6 +293,15 @@ def _is_needed(state: State, node: NodeId) -> bool:
         return False
     member = generation.assignment.member(node)
     return member is not None and not set(member.ranks) <= generation.finished
+
+
+def _without_finished(state: State, node: NodeId) -> State:
+    """Note that a member whose ranks have ended well is gone, so that its next life does not start them again."""
+    generation = state.generation
+    if generation is None or generation.phase is Phase.ENDED or generation.assignment.member(node) is None:
+        return state
+    changed = msgspec.structs.replace(generation, gone=generation.gone | {node})
+    return msgspec.structs.replace(state, generation=changed)
 
 
 def _ask(state: State, event: FaultEvent) -> State:
@@ -294,8 +330,12 @@ GenerationEvent = (
 def _fold_generation(state: State, event: GenerationEvent) -> State:
     state = _raise_high_step(state, event)
     generation = state.generation
+    if isinstance(event, WorkerUnkillable):
+        return _ask(state, event) if state.ended is None and event.node in state.fit else state
     if generation is None or event.generation != generation.number or generation.phase is Phase.ENDED:
         return state  # fencing: what an earlier generation still says is history
+    if not isinstance(event, GenerationRunning) and generation.assignment.member(event.node) is None:
+        return state
     match event:
         case NodeGathered():
             generation = msgspec.structs.replace(
@@ -308,19 +348,29 @@ def _fold_generation(state: State, event: GenerationEvent) -> State:
         case GenerationRunning():
             return _move_generation(state, Move.STARTED)
         case StepsBegun():
-            changed = msgspec.structs.replace(generation, begun=generation.begun | {event.node})
+            changed = msgspec.structs.replace(
+                generation,
+                begun=generation.begun | {event.node},
+                begun_by=event.id,
+                begun_version=state.version,
+            )
             return msgspec.structs.replace(state, generation=changed)
         case SavePassed():
-            changed = msgspec.structs.replace(generation, saved_at=event.at)
-            return msgspec.structs.replace(state, generation=changed, tells_saves=True)
+            if generation.saved_at is None or event.at - generation.saved_at >= SAVE_ROUND:
+                generation = msgspec.structs.replace(generation, saved_at=event.at, saved_by=event.id)
+            return msgspec.structs.replace(state, generation=generation, tells_saves=True)
         case WorkerExited(exit_code=0):
-            changed = msgspec.structs.replace(generation, finished=generation.finished | {event.rank})
+            changed = msgspec.structs.replace(
+                generation, finished=generation.finished | {event.rank}, finished_by=event.id
+            )
             return msgspec.structs.replace(state, generation=changed)
         case DrainAcked():
             changed = msgspec.structs.replace(generation, acks=(*generation.acks, event))
             return msgspec.structs.replace(state, generation=changed)
         case CaughtUp():
             return state
+        case StoreLost() if generation.finished:
+            return state  # the end is near; who still needs the store will fail, and that is answered
         case _:
             return _ask(state, event)
 
@@ -373,13 +423,16 @@ def _fold_decision(state: State, decision: Decision) -> State:
         state = msgspec.structs.replace(state, past=(*state.past, past)[-PAST_KEPT:])
         if diagnosis.counts_as_restart:
             state = msgspec.structs.replace(state, restarts=(*state.restarts, decision.at)[-PAST_KEPT:])
+    state = msgspec.structs.replace(
+        state, unanswered=tuple(e for e in state.unanswered if e.id != decision.answers)
+    )
     for action in decision.actions:
         match action:
             case RestartWorkers() | ReplaceNode() | Shrink() | Grow() | Begin():
                 state = _begin(state, action.assignment, decision)
             case Hold():
                 state = msgspec.structs.replace(
-                    _move_generation(state, Move.FAULT), generation=None, hold=action, unanswered=()
+                    _move_generation(state, Move.FAULT), generation=None, hold=action, unanswered=_outliving(state)
                 )
             case Quarantine():
                 known = state.nodes.get(action.node)
@@ -404,5 +457,10 @@ def _begin(state: State, assignment: Assignment, decision: Decision) -> State:
         number=assignment.number,
         previous=assignment,
         hold=None,
-        unanswered=(),
+        unanswered=_outliving(state),
     )
+
+
+def _outliving(state: State) -> tuple[FaultEvent, ...]:
+    """Faults that a new generation does not settle: they are of nodes, and are told once."""
+    return tuple(event for event in state.unanswered if isinstance(event, WorkerUnkillable))

@@ -52,6 +52,8 @@ class Fold:
         self.faults: dict[EventId, tuple[int, int]] = {}
         """When each fault began, and when its event came."""
         self.assignment: Assignment | None = None
+        self.members: frozenset[NodeId] = frozenset()
+        """Of the assignment."""
         self.generation_at = 0
         self.current = False
         """The assignment is in force: no decision has ended it."""
@@ -129,7 +131,7 @@ class Fold:
             return Phase.HELD
         if self.assignment is None:
             return Phase.SHUTDOWN if self.stopping else Phase.START_UP
-        if node not in self.assignment.nodes:
+        if node not in self.members:
             return Phase.IDLE_SPARE
         return Phase.SHUTDOWN if self.stopping else Phase.RECOVERY
 
@@ -145,11 +147,12 @@ class Fold:
         self.is_first = self.assignment is None
         self.redo_until = _higher(self.redo_until, self.highest)
         self.assignment, self.generation_at, self.current, self.held = assignment, self.clock, True, False
+        self.members = frozenset(assignment.nodes)
         self.begun, self.caught, self.finished = set(), set(), set()
         self.book.began(assignment.number, self.clock)
         phase = Phase.START_UP if self.is_first else Phase.RECOVERY
         for node, track in self.roster.present.items():
-            track.switch(self.clock, phase if node in assignment.nodes else Phase.IDLE_SPARE)
+            track.switch(self.clock, phase if node in self.members else Phase.IDLE_SPARE)
 
     def _is_current(self, number: GenerationNumber) -> bool:
         return self.current and not self.stopping and self.assignment is not None and self.assignment.number == number
@@ -176,13 +179,13 @@ class Fold:
 
     def _step(self, node: NodeId, at: int, *, redoes: bool) -> None:
         """A member has made a step of the current generation."""
-        if self.assignment is None or node not in self.assignment.nodes:
+        if node not in self.members:
             return
         at = max(at, self.generation_at)
         for track in self.roster.among([node]):
             track.switch(at, Phase.REDONE if redoes else Phase.TRAINING)
         self.begun.add(node)
-        if self.begun.issuperset(self.assignment.nodes):
+        if len(self.begun) == len(self.members):
             self.book.first_step(at)
         if redoes:
             self.book.redoing(at)

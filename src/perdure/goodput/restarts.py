@@ -53,7 +53,7 @@ class _Open:
 
     def end_hold(self, at: int) -> None:
         if self.held_since is not None:
-            self.held += at - self.held_since
+            self.held += max(at - self.held_since, 0)
             self.held_since = None
 
     def close(self, at: int) -> Restart:

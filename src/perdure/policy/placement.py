@@ -33,3 +33,12 @@ def resize(number: GenerationNumber, before: Assignment, nodes: Sequence[NodeId]
     staying = [node for node in before.nodes if node in nodes]
     joining = [node for node in nodes if node not in before.nodes]
     return assign(number, [*staying, *joining], workers_per_node)
+
+
+def with_nodes(number: GenerationNumber, before: Assignment, nodes: Sequence[NodeId], workers_per_node: int) -> Assignment:
+    """`nodes` only. While the world keeps its size everyone keeps their ranks, and newcomers take the lost ones'."""
+    if len(nodes) != len(before.members):
+        return resize(number, before, nodes, workers_per_node)
+    lost = [node for node in before.nodes if node not in nodes]
+    joining = [node for node in nodes if node not in before.nodes]
+    return replace_nodes(number, before, dict(zip(lost, joining, strict=True)))

@@ -36,12 +36,13 @@ def recover(job: JobView, diagnosis: Diagnosis, now: Instant, rules: RecoveryRul
         return _decide(diagnosis, now, reason, GiveUp(id=_id(job, diagnosis), exit_code=diagnosis.exit_code, reason=reason))
     if diagnosis.fault.scope is Scope.NODE:
         return without_nodes(job, diagnosis, now, rules)
-    if _times_seen(job, diagnosis) + 1 >= CLIMB_AFTER and job.spares:
-        return _climb_to_replacement(job, diagnosis, now)
+    assert job.assignment is not None
     missing = _missing_members(job)
+    seen = _times_seen(job, diagnosis, now, rules)
     if missing:
         return without_nodes(job, diagnosis, now, rules)
-    assert job.assignment is not None
+    if seen + 1 >= CLIMB_AFTER and job.spares and diagnosis.node in job.assignment.nodes:
+        return _climb_to_replacement(job, diagnosis, now, seen + 1)
     used = len(_restarts_in_window(job, now, rules)) + (1 if diagnosis.counts_as_restart else 0)
     budget = f"restart {used} of {rules.max_restarts}" if diagnosis.counts_as_restart else "not counted as a restart"
     return _decide(
@@ -59,7 +60,7 @@ def _must_stop(job: JobView, diagnosis: Diagnosis, now: Instant, rules: Recovery
         return f"{diagnosis.what}; {fault.meaning[0].lower()}{fault.meaning[1:]}"
     if fault.remedy is Remedy.RETRY_ONCE and any(past.fault == fault.id for past in job.past):
         return f"{diagnosis.what}; it had been retried once already. {fault.action}"
-    if fault.id == "worker.exception" and _times_seen(job, diagnosis) >= 1:
+    if fault.id == "worker.exception" and _times_seen(job, diagnosis, now, rules) >= 1:
         return f"{diagnosis.what}; the same exception at the same line and step came back after one retry"
     if diagnosis.counts_as_restart:
         used = len(_restarts_in_window(job, now, rules))
@@ -75,8 +76,12 @@ def _restarts_in_window(job: JobView, now: Instant, rules: RecoveryRules) -> tup
     return tuple(at for at in job.restarts if now - at < rules.restart_window)
 
 
-def _times_seen(job: JobView, diagnosis: Diagnosis) -> int:
-    return sum(past.fingerprint == diagnosis.fingerprint for past in job.past)
+def _times_seen(job: JobView, diagnosis: Diagnosis, now: Instant, rules: RecoveryRules) -> int:
+    """How often the same thing was answered before. Without a step "the same" means little: then only lately counts."""
+    return sum(
+        past.fingerprint == diagnosis.fingerprint and (past.step is not None or now - past.at < rules.restart_window)
+        for past in job.past
+    )
 
 
 def _missing_members(job: JobView) -> tuple[NodeId, ...]:
@@ -85,14 +90,14 @@ def _missing_members(job: JobView) -> tuple[NodeId, ...]:
     return tuple(node for node in job.assignment.nodes if node not in job.present)
 
 
-def _climb_to_replacement(job: JobView, diagnosis: Diagnosis, now: Instant) -> Decision:
+def _climb_to_replacement(job: JobView, diagnosis: Diagnosis, now: Instant, times: int) -> Decision:
     assert job.assignment is not None
     spare = job.spares[0]
     by = {diagnosis.node: spare}
     return _decide(
         diagnosis,
         now,
-        f"{diagnosis.fault.title.lower()} for the {_times_seen(job, diagnosis) + 1}th time at the same rank and step:"
+        f"{diagnosis.fault.title.lower()} for the {times}{_ordinal(times)} time at the same rank and step:"
         f" restarting workers has not helped, so {spare} takes the ranks of {diagnosis.node}",
         ReplaceNode(
             id=_id(job, diagnosis),
@@ -144,6 +149,10 @@ def without_nodes(job: JobView, diagnosis: Diagnosis, now: Instant, rules: Recov
         f" the job waits up to {show_duration(rules.hold)} for {lacking} more"
     )
     return _decide(diagnosis, now, why, action, *unfit)
+
+
+def _ordinal(number: int) -> str:
+    return "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
 
 
 def _names(nodes: tuple[NodeId, ...]) -> str:

@@ -82,8 +82,9 @@ def _specs(module: str) -> list[ModuleSpec]:
             spec = PathFinder.find_spec(name, path)
             locations = None if spec is None else spec.submodule_search_locations
             path = None if locations is None else list(locations)
-        except KeyError:  # a namespace package inside one that is not imported
-            return found
+        except KeyError:  # a namespace package asks its parent, which is not imported, for its path
+            path = [folder for entry in path or () if os.path.isdir(folder := os.path.join(entry, part))]
+            continue
         if spec is None:
             return found
         found.append(spec)

@@ -3,9 +3,12 @@
 from collections.abc import Callable, Iterable
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from perdure.cli.story import FaultStory
+from perdure.cli.why import explain
 from perdure.goodput import Interval, Ledger, account
 from perdure.goodput.phases import Phase, to_us
 from perdure.ports import LogRecord
@@ -122,13 +125,13 @@ WITH_MEMBERS: list[Silly] = [
 
 
 @given(logs(), st.one_of(st.none(), st.floats(START - 10, START + 1000)))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400, deadline=None, derandomize=True)
 def test_account_any_log_adds_up_to_the_presence_of_the_nodes(records: list[LogRecord], now: float | None) -> None:
     check(account(records, now), records, now)
 
 
 @given(logs(), st.randoms(use_true_random=False))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, derandomize=True)
 def test_account_shuffled_log_adds_up_too(records: list[LogRecord], random: Random) -> None:
     shuffled = list(records)
     random.shuffle(shuffled)
@@ -136,10 +139,22 @@ def test_account_shuffled_log_adds_up_too(records: list[LogRecord], random: Rand
 
 
 @given(logs())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, derandomize=True)
 def test_account_every_prefix_of_a_log_adds_up(records: list[LogRecord]) -> None:
     for length in range(len(records)):
         check(account(records[:length]), records[:length], None)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@given(logs(), st.one_of(st.none(), st.floats(START - 10, START + 1000)))
+@settings(max_examples=5_000, deadline=None)
+def test_account_many_new_logs_add_up(records: list[LogRecord], now: float | None) -> None:
+    check(account(records, now), records, now)
+    assert explain(records)
+    story = FaultStory()
+    for record in records:
+        story.tell(record)
 
 
 def test_every_phase_is_in_the_ledger() -> None:

@@ -8,7 +8,7 @@ from perdure.trainer.heartbeat import Heartbeat
 from perdure.trainer.session import Run, train
 
 
-class Unprintable(Exception):
+class UnprintableError(Exception):
     def __str__(self) -> str:
         raise ValueError("no")
 
@@ -24,10 +24,10 @@ def test_place_is_the_innermost_line_of_the_user() -> None:
 
 
 def test_error_without_a_text_is_described_all_the_same() -> None:
-    described = failure.describe(Unprintable(), None)
+    described = failure.describe(UnprintableError(), None)
     assert described["message"] == "<no text: its __str__ raised ValueError>"
     assert described["where"] == ""
-    assert "Unprintable" in described["traceback"]
+    assert "UnprintableError" in described["traceback"]
 
 
 def fails(run: Run) -> None:

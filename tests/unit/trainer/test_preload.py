@@ -102,8 +102,8 @@ def test_failing_import_is_a_note_unless_it_may_be_absent() -> None:
     done, notes = bring_in(wanted, optional=False)
     assert done == ["json"]
     assert notes == [
-        "importing nowhere_to_be_found failed in the fork server: "
-        "ModuleNotFoundError: No module named 'nowhere_to_be_found'"
+        "importing nowhere_to_be_found failed in the fork server: ModuleNotFoundError: "
+        "No module named 'nowhere_to_be_found'"
     ]
 
 
