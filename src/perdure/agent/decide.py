@@ -21,6 +21,7 @@ from perdure.agent.state import (
     StoreState,
     Tell,
     WorkerState,
+    bound_until,
     changed,
     fence,
     generation_of,
@@ -78,7 +79,7 @@ def _fence_when_alone(state: AgentState, now: Instant) -> Step:
     """Ask the peers when control is silent; end this life when nobody can tell that it has not been replaced."""
     assert state.orders is not None
     lease = state.orders.rules.lease
-    if state.fenced is not None or not state.alive():
+    if state.fenced is not None or not (state.alive() or state.launching):
         return state, []
     silent = now - max(state.contact, state.peers_ok)
     if silent > lease:
@@ -228,7 +229,7 @@ def _gather(state: AgentState, now: Instant) -> Step:
     assert orders is not None
     if orders.duty is not Duty.GATHER or generation_of(state) == 0 or state.gathered >= orders.generation:
         return state, []
-    if state.alive() or state.launching:
+    if state.alive() or state.launching or now <= bound_until(state):
         return state, []
     address = None
     if _hosted(state) is not None:
@@ -253,7 +254,9 @@ def _start(state: AgentState, now: Instant) -> Step:
     assert orders is not None
     if orders.duty is not Duty.RUN or generation_of(state) == 0:
         return state, []
-    if state.starting < orders.generation and not state.alive() and not state.launching:
+    # Late orders of a node that has been cut off meanwhile start nothing: it may have been replaced.
+    in_touch = now - max(state.contact, state.peers_ok) <= orders.rules.lease
+    if in_touch and state.starting < orders.generation and not state.alive() and not state.launching:
         fresh = msgspec.structs.replace(state, starting=orders.generation, launching=True, saves=0)
         return fresh, [StartWorkers(orders)]
     workers = state.of(orders.generation)

@@ -17,6 +17,8 @@ from perdure.wire.messages import Duty, Orders
 
 EXIT_FENCED = 75
 """EX_TEMPFAIL of sysexits.h: the launcher starts the agent anew."""
+IN_TOUCH = 0.4
+"""Share of the lease: a node that control has answered within it is in touch with control (it reports every fifth)."""
 STOP_GRACE: Seconds = 2.0
 """From SIGTERM to SIGKILL when the job has ended; clean-up as a whole never takes more than 10 s."""
 SIGTERM, SIGKILL = 15, 9
@@ -83,6 +85,8 @@ class AgentState(msgspec.Struct, frozen=True, kw_only=True):
     peers_ok: Instant = 0.0
     """When a majority of the members was last known to be reachable."""
     peers_asked: Instant = 0.0
+    vouched: Mapping[NodeId, Instant] = {}
+    """When this node last told another that it may go on without control; see `vouch`."""
     fenced: str | None = None
     """Why this life is over."""
     exiting: bool = False
@@ -189,10 +193,33 @@ def answered(state: AgentState, sent_at: Instant) -> AgentState:
 
 
 def peers_answered(state: AgentState, reachable: int, members: int, asked_at: Instant) -> AgentState:
-    """`reachable` other members have answered, of `members` in all, this node included."""
+    """`reachable` other members have vouched for this node (`vouch`), of `members` in all, this node included."""
     if 2 * (reachable + 1) > members:
         return msgspec.structs.replace(state, peers_ok=max(state.peers_ok, asked_at))
     return state
+
+
+def vouch(state: AgentState, asker: NodeId, now: Instant) -> tuple[AgentState, bool]:
+    """Whether `asker`, which does not reach control, may go on for another lease as far as this node knows.
+
+    No, if this node is in touch with control: then it is the asker that is cut off, and will be replaced. A yes binds:
+    this node gathers for no generation without the asker until the lease that it gave is over (`decide.act`).
+    """
+    orders = state.orders
+    if orders is None or orders.assignment is None or state.fenced is not None:
+        return state, False
+    if orders.assignment.member(asker) is None or now - state.contact <= IN_TOUCH * orders.rules.lease:
+        return state, False
+    return msgspec.structs.replace(state, vouched={**state.vouched, asker: now}), True
+
+
+def bound_until(state: AgentState) -> Instant:
+    """Until when a lease given by `vouch` forbids to gather for the ordered generation."""
+    orders = state.orders
+    if orders is None or orders.assignment is None:
+        return 0.0
+    left_out = (at for node, at in state.vouched.items() if orders.assignment.member(node) is None)
+    return max((at + orders.rules.lease for at in left_out), default=0.0)
 
 
 def fence(state: AgentState, reason: str) -> AgentState:

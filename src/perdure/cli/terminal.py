@@ -5,6 +5,7 @@ It prints what it is told; it asks nobody. Perdure's own lines go to stderr, so 
 
 import os
 import sys
+import time
 from types import TracebackType
 from typing import Self
 
@@ -23,7 +24,7 @@ from perdure.vocab.decision import Decision, GiveUp
 from perdure.vocab.event import GenerationRunning, JobEnded, NodeReady, NodeRefused
 from perdure.vocab.generation import Address
 from perdure.vocab.job import JobSpec
-from perdure.vocab.units import show_duration
+from perdure.vocab.units import Instant, show_duration
 from perdure.wire.messages import Progress
 
 CHUNK = 65536
@@ -44,7 +45,7 @@ class Terminal:
         self.stdout_fd: int | None = None
         """Descriptor for the programs' stdout; None: ours."""
         self.stderr_fd: int | None = None
-        self._steps: tuple[int, ...] = ()
+        self._effective_share, self._count_again_at = 0.0, 0.0
 
     def __enter__(self) -> Self:
         if self.is_live:
@@ -153,14 +154,23 @@ class Terminal:
             parts.append(f"step {progress.step}")
         if progress.step_seconds is not None:
             parts.append(f"{progress.step_seconds * 1000:.0f} ms/step")
-        ledger = account(self._records, progress.now)
-        parts.append(f"effective {ledger.effective:.1%}")
-        parts.append(f"{progress.nodes} nodes + {progress.spares} spare(s)")
+        parts.append(f"effective {self._effective(progress.now):.1%}")
+        if progress.nodes:
+            parts.append(f"{progress.nodes} node(s)" + (f" + {progress.spares} spare(s)" if progress.spares else ""))
         if self._last:
             parts.append(self._last)
         line = Text("  ".join(parts), no_wrap=True, overflow="ellipsis")
         line.stylize("bold cyan", 0, len(parts[0]))
         self._live.update(line)
+
+    def _effective(self, now: Instant) -> float:
+        """Effective training time so far. A long log is counted anew rarely: it may cost a tenth of this process."""
+        if time.monotonic() >= self._count_again_at:
+            began = time.monotonic()
+            self._effective_share = account(self._records, now).effective
+            took = time.monotonic() - began
+            self._count_again_at = began + 10 * took
+        return self._effective_share
 
     def end(self, ended: JobEnded | None) -> None:
         """The last words: how it ended and where the time went."""

@@ -142,7 +142,7 @@ def _worker_stuck(event: WorkerStopped | WorkerStalled | WorkerUnkillable, catal
 
 def _start_or_store(event: StoreLost | StartFailed, catalogue: Catalogue) -> Diagnosis:
     if isinstance(event, StoreLost):
-        fault, what, counts = "store.lost", f"the store of generation {event.generation} on {event.node} ended", False
+        fault, what, counts = "store.lost", f"the store of generation {event.generation} on {event.node} ended", True
     else:
         fault, what, counts = "worker.start-failed", f"{event.node} could not start its workers: {event.reason}", True
     return Diagnosis(

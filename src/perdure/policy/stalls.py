@@ -41,6 +41,8 @@ def stall_limit(
             return Limit(quiet=rules.start_up, busy=None, source="start-up")
         case "first_step":
             return Limit(quiet=rules.first_step, busy=None, source="first step, which may compile")
+        case "training" | "checkpoint" | "evaluation" | "other" if rules.fixed is not None:
+            return Limit(quiet=rules.fixed, busy=rules.fixed, source="--stall-limit")
         case "training":
             return _training_limit(tells, steps, rules)
         case "checkpoint" | "evaluation" | "other":
@@ -50,8 +52,6 @@ def stall_limit(
 
 
 def _training_limit(tells: bool, steps: Sequence[Seconds], rules: StallRules) -> Limit:
-    if rules.fixed is not None:
-        return Limit(quiet=rules.fixed, busy=rules.fixed, source="--stall-limit")
     if not tells:
         return Limit(quiet=rules.untold, busy=None, source="the script tells only its optimizer steps")
     if len(steps) < rules.learn_after:

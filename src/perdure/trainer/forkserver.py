@@ -170,7 +170,7 @@ class ForkServer:
         with open(fd, "rb") as file:
             line = file.readline()
         told = json.loads(line) if line else {"error": "the store ended before it was bound"}
-        self._reply(ForkReply(id=request.id, pid=pid if "port" in told else 0, **told))
+        self._reply(ForkReply(id=request.id, pid=pid, **told))  # also with an error: the agent reaps it
 
     def _reply(self, message: ForkServerOut) -> None:
         send(self._channel, message)

@@ -101,10 +101,10 @@ def test_failing_import_is_a_note_unless_it_may_be_absent() -> None:
     assert bring_in(wanted, optional=True) == (["json"], [])
     done, notes = bring_in(wanted, optional=False)
     assert done == ["json"]
-    assert notes == [
-        "importing nowhere_to_be_found failed in the fork server: ModuleNotFoundError: "
-        "No module named 'nowhere_to_be_found'"
-    ]
+    assert len(notes) == 1
+    assert notes[0].startswith(
+        "importing nowhere_to_be_found failed in the fork server: ModuleNotFoundError: No module"
+    )
 
 
 @pytest.mark.parametrize(
