@@ -25,6 +25,10 @@ class AccessDeniedError(WireError):
     """The peer refused our token."""
 
 
+class UntrustedError(WireError):
+    """No TLS with the peer: we do not accept its certificate, or it speaks plain HTTP. Trying again does not help."""
+
+
 class IllegalMove(PerdureError):
     """A state machine was given an event that its table does not allow; nothing was changed."""
 

@@ -162,10 +162,61 @@ class Job:
         for pid in pids:
             kill_quietly(pid, signal.SIGKILL)
 
+    def interrupt(self, number: int = signal.SIGTERM) -> None:
+        """What a user or a scheduler sends to the launcher."""
+        os.kill(self.process.pid, number)
+
+    @contextmanager
+    def launcher_frozen(self) -> Iterator[None]:
+        """Nothing that dies is started again in the meantime, as when a machine is gone for longer."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.process.pid, signal.SIGCONT)
+
+    def fork_servers(self) -> dict[str, int]:
+        """Pid by node, of those that have one now."""
+        nodes = {record.node.id for record in self.all(NodeJoined)}
+        below = {node: descendants(self.agent(node)) for node in nodes}
+        return {n: pid for n, pids in below.items() for pid in pids if "trainer.forkserver" in command_of(pid)}
+
     def cpu_seconds(self, pid: int) -> float:
         stat = read_stat(pid)
         assert stat is not None
         return stat.cpu
+
+
+def environment(home: Path, env: dict[str, str] | None = None) -> dict[str, str]:
+    """What a `perdure` under test is started with."""
+    return {**os.environ, "PERDURE_HOME": str(home), "PYTHONPATH": SOURCE, "PYTHONWARNINGS": "ignore", **(env or {})}
+
+
+def perdure_words(*words: str) -> list[str]:
+    """The command line of `perdure WORDS…`."""
+    return [sys.executable, "-m", "perdure.cli.main", *words]
+
+
+def perdure(
+    folder: Path, *words: str, env: dict[str, str] | None = None, home: Path | None = None, prefix: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """`perdure WORDS…` in `folder`, to its end."""
+    done = subprocess.run(
+        [*prefix, *perdure_words(*words)],
+        cwd=folder,
+        env=environment(home or folder / "home", env),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert_no_traceback_of_ours(done.stdout + done.stderr)
+    return done
+
+
+def assert_no_traceback_of_ours(output: str) -> None:
+    """A traceback of Perdure's own that reaches a user is a bug."""
+    assert f'File "{SOURCE}/perdure' not in output, output
 
 
 @contextmanager
@@ -183,8 +234,8 @@ def running(
     """
     home = home or folder / "home"
     out = folder / f"{name}-{len(list(folder.glob('*.out')))}.out"
-    environ = {**os.environ, "PERDURE_HOME": str(home), "PYTHONPATH": SOURCE, "PYTHONWARNINGS": "ignore", **(env or {})}
-    argv = [*prefix, sys.executable, "-m", "perdure.cli.main", "run", "--rdzv-id", name, *words]
+    environ = environment(home, env)
+    argv = [*prefix, *perdure_words("run", "--rdzv-id", name, *words)]
     with out.open("wb") as file:
         process = subprocess.Popen(
             argv, cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
@@ -192,6 +243,7 @@ def running(
     job = Job(process, home, name, out)
     try:
         yield job
+        assert_no_traceback_of_ours(job.output)
     finally:
         tree = [process.pid, *descendants(process.pid)] if process.poll() is None else []
         for pid in tree:
@@ -209,6 +261,23 @@ def kill_quietly(pid: int, number: int) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         return
+
+
+def command_of(pid: int) -> str:
+    """The command line of `pid`, empty where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def wait_until(what: Callable[[], R | None], *, seconds: float = LIMIT) -> R:
+    """The first true answer of `what`: for what happens outside of the event log."""
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(POLL)
+    return found
 
 
 def descendants(pid: int) -> list[int]:

@@ -18,12 +18,18 @@ from perdure.wire.messages import Entry, Launch, Orders
 _NO_ENVIRON: Mapping[str, str] = MappingProxyType({})
 
 
-def base_env(config: AgentConfig, environ: Mapping[str, str]) -> dict[str, str]:
+def base_env(config: AgentConfig, environ: Mapping[str, str], interface: str | None = None) -> dict[str, str]:
     """The environment of the fork server, a store or a spawned worker, before anything that differs by rank.
 
     Libraries read OMP_NUM_THREADS and the NVML switch when they are imported, so setting them in a fork is too late.
+    `interface`: the one by which other nodes reach this one.
     """
     env = {**environ, **config.env}
+    if interface is not None:
+        # Else gloo and tensorpipe listen where this machine's host name leads: often 127.0.1.1, which no other node
+        # reaches. NCCL leaves the loopback out by itself, and one name would take its other fast interfaces from it.
+        env.setdefault("GLOO_SOCKET_IFNAME", interface)
+        env.setdefault("TP_SOCKET_IFNAME", interface)
     if config.slots > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() must not open a CUDA context

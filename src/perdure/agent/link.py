@@ -9,11 +9,12 @@ from urllib.parse import quote
 
 import anyio
 
-from perdure.errors import AccessDeniedError, WireError
+from perdure.errors import AccessDeniedError, UntrustedError, WireError
 from perdure.vocab.event import AnyEvent
+from perdure.vocab.ids import JobId
 from perdure.vocab.node import Node
 from perdure.wire.channel import Channel, RefusedError
-from perdure.wire.messages import Beat, Join, Leave, Observed, Orders, Reply, Report
+from perdure.wire.messages import Beat, Join, Leave, Observed, Orders, Pong, Reply, Report
 
 FIRST_RETRY, LONGEST_RETRY = 0.02, 1.0
 """Seconds between tries while control cannot be reached."""
@@ -34,13 +35,14 @@ class ControlLink:
         self,
         channel: Channel,
         node: Node,
+        job: JobId,
         *,
         on_orders: Callable[[Orders], None],
         on_answer: Callable[[float], None],
         on_fenced: Callable[[str], None],
         say_beat: Callable[[], Beat],
     ) -> None:
-        self._channel, self._node = channel, node
+        self._channel, self._node, self._job = channel, node, job
         self._on_orders, self._on_answer, self._on_fenced, self._say_beat = on_orders, on_answer, on_fenced, say_beat
         self._outbox: list[tuple[int, AnyEvent]] = []
         self._seq = 0
@@ -63,18 +65,25 @@ class ControlLink:
     # --- orders ------------------------------------------------------------------------------------------------------
 
     async def run_orders(self, join_timeout: float) -> None:
-        """Join, follow the stream, join again when it ends. Raises JoinRefusedError, AccessDeniedError, or WireError
-        when control was never reached within `join_timeout` seconds."""
+        """Join, follow the stream, join again when it ends.
+
+        Raises JoinRefusedError; and, as long as control was never reached, AccessDeniedError, UntrustedError, and
+        WireError after `join_timeout` seconds. Later, whoever answers so is not our control, which is away.
+        """
         retry, began = FIRST_RETRY, time.monotonic()
         while True:
             try:
                 await self._join()
                 retry = FIRST_RETRY
                 await self._follow()
-            except (JoinRefusedError, AccessDeniedError):
+            except JoinRefusedError:
                 raise
+            except (AccessDeniedError, UntrustedError):
+                if not self._joined.is_set():
+                    raise
             except RefusedError as refusal:
-                if refusal.status != 410:  # 410: lost in between; the next join says what that means
+                # 410: lost in between, the next join says what that means; 5xx: control cannot answer now.
+                if refusal.status != 410 and refusal.status < 500:
                     raise
             except WireError as problem:
                 if not self._joined.is_set() and time.monotonic() - began > join_timeout:
@@ -83,6 +92,8 @@ class ControlLink:
             retry = min(retry * 1.5, LONGEST_RETRY)
 
     async def _join(self) -> None:
+        if not self._joined.is_set():
+            await self._check_job()
         sent_at = time.monotonic()
         try:
             reply = await self._channel.call("POST", "/v1/join", Join(node=self._node), Reply)
@@ -98,6 +109,14 @@ class ControlLink:
         if reply.orders is not None:
             self._take(reply.orders)
         self._joined.set()
+
+    async def _check_job(self) -> None:
+        pong = await self._channel.call("GET", "/v1/ping", None, Pong)
+        if pong.job != self._job:
+            raise JoinRefusedError(
+                f"control at {self._channel.address} runs job {pong.job}, but this node was started for job"
+                f" {self._job}: check --rdzv-endpoint and --rdzv-id"
+            )
 
     async def _follow(self) -> None:
         path = f"/v1/orders?node={quote(self._node.id)}&incarnation={quote(str(self._node.incarnation))}"
@@ -125,8 +144,6 @@ class ControlLink:
             try:
                 await self._report()
                 retry = FIRST_RETRY
-            except AccessDeniedError:
-                raise
             except WireError:
                 await anyio.sleep(retry)
                 retry = min(retry * 1.5, LONGEST_RETRY)

@@ -34,7 +34,7 @@ from perdure.agent.state import (
     Tell,
     WorkerState,
 )
-from perdure.errors import AccessDeniedError, ConfigError, HostError, WireError
+from perdure.errors import AccessDeniedError, ConfigError, HostError, UntrustedError, WireError
 from perdure.host.proc import ProcessReading, incarnation, read_process, read_state
 from perdure.host.processes import Children, Ended, set_subreaper
 from perdure.vocab.event import ForkServerLost, NodeGathered, NodeReady, StartFailed, StoreLost
@@ -44,6 +44,7 @@ from perdure.vocab.node import Node
 from perdure.wire.channel import Channel, RefusedError, Request, Response, Streamed, listen, serve
 from perdure.wire.messages import Duty, Entry, Orders, Pong
 from perdure.wire.page import HeartbeatPage
+from perdure.wire.tokens import peer_token
 
 IDLE_POLL = 0.5
 """Seconds between looks at the clock while no worker runs here."""
@@ -67,10 +68,9 @@ class Agent:
         token: str,
         version: str,
         tls: ssl.SSLContext | None,
-        peer_tls: ssl.SSLContext | None,
     ) -> None:
         self._config, self._environ, self._token, self._version = config, environ, token, version
-        self._tls, self._peer_tls = tls, peer_tls
+        self._tls, self._peer_token = tls, peer_token(token)
         self._page = HeartbeatPage(config.slots)
         self._state = AgentState(node=config.node, slots=config.slots)
         self._kick = anyio.Event()
@@ -88,13 +88,13 @@ class Agent:
             async with anyio.create_task_group() as group:
                 self._group: TaskGroup = group
                 self._ranks = Ranks(self._config, self._environ, self._page, self._children, group)
-                listener = await listen(self._config.address, 0, self._peer_tls)
+                listener = await listen(self._config.address, 0)
                 self._link = self._make_link(listener.address.port)
                 for task in (self._follow_control, self._watch, self._follow_exits, self._keep_fork_server):
                     group.start_soon(task)
                 group.start_soon(self._link.run_reports)
                 group.start_soon(self._wait_for_signals)
-                group.start_soon(lambda: serve(self._answer_peer, listener, token=self._token))
+                group.start_soon(lambda: serve(self._answer_peer, listener, token=self._peer_token))
                 await self._ended.wait()
                 await self._clean_up()
                 group.cancel_scope.cancel()
@@ -120,6 +120,7 @@ class Agent:
         return ControlLink(
             Channel(config.control, self._token, self._tls),
             node,
+            config.job,
             on_orders=self._take_orders,
             on_answer=self._take_answer,
             on_fenced=self._take_fence,
@@ -150,7 +151,7 @@ class Agent:
             await self._link.run_orders(self._config.join_timeout)
         except AccessDeniedError as problem:
             self._end(Exit(EXIT_USAGE, f"{problem}; every machine of the job must have the same PERDURE_TOKEN"))
-        except JoinRefusedError as problem:
+        except (JoinRefusedError, RefusedError, UntrustedError) as problem:
             self._end(Exit(EXIT_USAGE, str(problem)))
         except WireError as problem:
             self._end(Exit(EXIT_UNAVAILABLE, str(problem)))
@@ -382,7 +383,7 @@ class Agent:
         self._state = facts.peers_answered(self._state, len(answers), len(orders.peers) + 1, asked_at)
 
     async def _ask_peer(self, address: Address, answers: list[Pong]) -> None:
-        channel = Channel(address, self._token, self._tls, timeout=PEER_TIMEOUT)
+        channel = Channel(address, self._peer_token, timeout=PEER_TIMEOUT)
         try:
             answers.append(await channel.call("GET", "/v1/ping", None, Pong))
         except WireError:

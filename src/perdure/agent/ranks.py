@@ -15,6 +15,7 @@ from perdure.agent.launch import base_env, launch_for, spawn_argv, worker_env
 from perdure.agent.output import Outputs, WorkerOutput
 from perdure.agent.standby import ForkServer, spawn_store
 from perdure.errors import HostError
+from perdure.host.interfaces import interface_of
 from perdure.host.memory import OomWatch
 from perdure.host.numa import cpus_for
 from perdure.host.processes import Children
@@ -49,7 +50,9 @@ class Ranks:
     ) -> None:
         self._config, self._page, self._children = config, page, children
         self._environ = environ
-        self._env = base_env(config, environ)
+        interface = interface_of(config.address)
+        # Nothing for one machine; and an interface named lo that holds a routed address has 127.0.0.1 first.
+        self._env = base_env(config, environ, None if interface == "lo" else interface)
         self._outputs = Outputs(config, group)
         self._open: dict[int, WorkerOutput] = {}
         self._oom = OomWatch.here()

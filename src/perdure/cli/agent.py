@@ -8,7 +8,7 @@ import anyio
 from perdure.agent.loop import Agent
 from perdure.cli.programs import AgentStart, forget_token, read_start
 from perdure.errors import ConfigError, PerdureError
-from perdure.wire.channel import client_tls, server_tls
+from perdure.wire.channel import client_tls
 
 
 def main() -> int:
@@ -29,7 +29,6 @@ async def _run(start: AgentStart) -> int:
         token=start.token,
         version=start.version,
         tls=client_tls(tls.ca) if tls is not None else None,
-        peer_tls=server_tls(tls.cert, tls.key) if tls is not None and tls.cert and tls.key else None,
     )
     return await agent.run()
 

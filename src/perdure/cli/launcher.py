@@ -19,11 +19,11 @@ from perdure.cli.home import JobDir, read_control
 from perdure.cli.programs import AgentStart, ControlStart, argv_of
 from perdure.cli.request import NodeToStart, RunRequest
 from perdure.cli.terminal import Terminal
-from perdure.errors import HostError, WireError
+from perdure.errors import AccessDeniedError, ConfigError, HostError, UntrustedError, WireError
 from perdure.host.processes import Children, set_subreaper
 from perdure.vocab.event import JobEnded
 from perdure.vocab.generation import Address
-from perdure.wire.channel import Channel, client_tls
+from perdure.wire.channel import Channel, RefusedError, client_tls
 from perdure.wire.messages import Pong, Progress, Records, Reply, Stop
 
 CONTROL = "control"
@@ -289,16 +289,27 @@ class Launcher:
 
 
 async def find_job(address: Address, token: str, ca: str | None, seconds: float) -> Pong | None:
-    """What the control at `address` says of its job; None: nobody answers there within `seconds`."""
+    """What the control at `address` says of its job; None: nobody answers there within `seconds`.
+
+    Raises ConfigError when it answers that it will not talk to us.
+    """
     channel = Channel(address, token, client_tls(ca) if ca is not None else None)
     deadline = time.monotonic() + seconds
     try:
         while True:
             try:
                 return await channel.call("GET", "/v1/ping", None, Pong)
-            except WireError as problem:
-                if time.monotonic() >= deadline or "token" in str(problem):
-                    return None
+            except AccessDeniedError as problem:
+                raise ConfigError(f"{problem}: set the same PERDURE_TOKEN on all machines") from None
+            except UntrustedError as problem:
+                raise ConfigError(str(problem)) from None
+            except RefusedError as problem:
+                if problem.status < 500:
+                    raise ConfigError(f"control at {address} refuses to talk: {problem}") from None
+            except WireError:
+                pass
+            if time.monotonic() >= deadline:
+                return None
             await anyio.sleep(0.2)
     finally:
         await channel.aclose()

@@ -67,7 +67,10 @@ def _control() -> None:
 
 Job = Annotated[str | None, typer.Argument(help="Job id; default: the one that was started last.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document.")]
-Endpoint = Annotated[str | None, typer.Option(help="HOST:PORT of the job's control, when its log is not on this machine.")]
+Endpoint = Annotated[
+    str | None, typer.Option(help="HOST:PORT of the job's control, when its log is not on this machine.")
+]
+TlsCa = Annotated[str | None, typer.Option(help="With --endpoint: certificate to accept from control.")]
 
 
 @app.command("jobs")
@@ -82,16 +85,16 @@ def jobs(json: AsJson = False) -> None:
 
 
 @app.command("why")
-def why(job: Job = None, json: AsJson = False, endpoint: Endpoint = None) -> None:
+def why(job: Job = None, json: AsJson = False, endpoint: Endpoint = None, tls_ca: TlsCa = None) -> None:
     """What happened to a job and why it did what it did, as a chain in plain words."""
-    records, _ = _records(job, endpoint)
+    records, _ = _records(job, endpoint, tls_ca)
     _show(render_why(records, json))
 
 
 @app.command("goodput")
-def goodput(job: Job = None, json: AsJson = False, endpoint: Endpoint = None) -> None:
+def goodput(job: Job = None, json: AsJson = False, endpoint: Endpoint = None, tls_ca: TlsCa = None) -> None:
     """Where the time of a job went, in node-seconds by phase."""
-    records, now = _records(job, endpoint)
+    records, now = _records(job, endpoint, tls_ca)
     _show(render_goodput(account(records, now), json))
 
 
@@ -99,7 +102,7 @@ def _show(text: str) -> None:
     print(text.rstrip("\n"))
 
 
-def _records(job: str | None, endpoint: str | None) -> tuple[list[LogRecord], float | None]:
+def _records(job: str | None, endpoint: str | None, tls_ca: str | None) -> tuple[list[LogRecord], float | None]:
     """The records of a job, and control's clock while it runs."""
     home = find_home(os.environ)
     folder = _find_job(home, job) if endpoint is None else None
@@ -110,12 +113,14 @@ def _records(job: str | None, endpoint: str | None) -> tuple[list[LogRecord], fl
         token = resolve_token(home, folder, os.environ, local=folder.token.exists())
         return anyio.run(_fetch, control.address, token, control.tls)
     if endpoint is None:
-        raise ConfigError(f"there is no job {job or ''} in {home.root}; see `perdure jobs`, or give --endpoint HOST:PORT")
+        raise ConfigError(
+            f"there is no job {job or ''} in {home.root}; see `perdure jobs`, or give --endpoint HOST:PORT"
+        )
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"--endpoint {endpoint} is not HOST:PORT")
     token = resolve_token(home, home.job_dir(JobId(job or ""), create=False), os.environ, local=False)
-    return anyio.run(_fetch, Address(host.strip("[]"), int(port)), token, None)
+    return anyio.run(_fetch, Address(host.strip("[]"), int(port)), token, tls_ca)
 
 
 def _find_job(home: Home, job: str | None) -> JobDir | None:

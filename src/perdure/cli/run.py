@@ -21,6 +21,7 @@ from perdure.store.eventlog import open_reader
 from perdure.vocab.event import JobEnded
 from perdure.vocab.generation import Address
 from perdure.vocab.ids import JobId
+from perdure.vocab.units import show_duration
 from perdure.wire.tokens import parse_token
 
 LOOPBACK = "127.0.0.1"
@@ -161,7 +162,10 @@ def _is_served(request: RunRequest, home: Home) -> bool:
     token = _known_token(request, home)
     if token is None:
         return False
-    pong = anyio.run(find_job, endpoint, token, request.tls.ca if request.tls else None, 1.0)
+    try:
+        pong = anyio.run(find_job, endpoint, token, request.tls.ca if request.tls else None, 1.0)
+    except ConfigError:
+        return False  # someone else's; that the port is taken will be said
     return pong is not None and (request.id_is_made or pong.job == request.job.id)
 
 
@@ -185,8 +189,8 @@ def _with_id_of_control(request: RunRequest, home: Home) -> RunRequest:
     pong = anyio.run(find_job, request.endpoint, token, ca, request.job.rules.join_timeout)
     if pong is None:
         raise HostError(
-            f"no control answers at {request.endpoint}, or it refuses our token;"
-            " start `perdure run` or `perdure control` there, with the same PERDURE_TOKEN"
+            f"no control answers at {request.endpoint} within {show_duration(request.job.rules.join_timeout)}"
+            " (--rdzv-conf join_timeout); start `perdure run` or `perdure control` there"
         )
     return msgspec.structs.replace(request, job=msgspec.structs.replace(request.job, id=JobId(pong.job)))
 

@@ -6,6 +6,7 @@ One instance serves one job. Steady state does not need it: agents go on without
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import count
+from typing import NoReturn
 
 import anyio
 import msgspec
@@ -30,6 +31,7 @@ from perdure.vocab.event import (
 )
 from perdure.vocab.ids import EventId, Incarnation, NodeId
 from perdure.vocab.job import JobSpec
+from perdure.vocab.node import Node
 from perdure.vocab.units import show_duration
 from perdure.wire.channel import RefusedError, Request, Response, Streamed
 from perdure.wire.messages import Beat, Join, Leave, Orders, Pong, Progress, Records, Reply, Report, Stop
@@ -37,6 +39,8 @@ from perdure.wire.messages import Beat, Join, Leave, Orders, Pong, Progress, Rec
 RECORDS_AT_ONCE = 500
 LONGEST_TICK = 1.0
 """Seconds; also how often a log that refused is tried again."""
+NAMESAKE_MARGIN = 0.2
+"""Seconds: a report that comes so long after a node of the same name wanted to join is not one left in a buffer."""
 LINGER = 10.0
 """Seconds after the job's end that a control without a launcher stays, so that all nodes hear of it."""
 
@@ -64,6 +68,8 @@ class Control:
         self._streams: dict[NodeId, int] = {}
         self._pushed: dict[NodeId, int] = {}
         self._stream_ids = count(1)
+        self._namesakes: dict[EventId, float] = {}
+        """When a node first wanted to join in the place of one that is connected."""
         self._changed = anyio.Event()
         self.state = State()
         for record in self._records:
@@ -147,7 +153,8 @@ class Control:
 
     def _join(self, join: Join) -> Reply:
         node, now = join.node, self._clock.now()
-        self._refuse_stranger(join)
+        self._refuse_stranger(node)
+        self._refuse_namesake(node, now)
         known = self.state.nodes.get(node.id)
         events: list[AnyEvent] = []
         if known is not None and known.present and known.node.incarnation != node.incarnation:
@@ -171,22 +178,41 @@ class Control:
         acked = self.state.nodes[node.id].acked
         return Reply(acked=acked, orders=orders_for(self.state, node.id, now))
 
-    def _refuse_stranger(self, join: Join) -> None:
+    def _refuse_stranger(self, node: Node) -> None:
         """Raise RefusedError for a node that cannot be part of this job, with both values."""
-        node, spec = join.node, self.state.spec
+        spec = self.state.spec
         assert spec is not None
-        reason = None
-        known = self.state.nodes.get(node.id)
         if node.version != self._version:
-            reason = f"it runs Perdure {node.version}, control runs {self._version}: install one version on both"
-        elif node.world != spec.world:
-            reason = f"it was started for [{node.world}], the job {spec.id} is [{spec.world}]"
-        elif known is not None and known.present and known.node.incarnation.boot_id != node.incarnation.boot_id:
-            contact = self._contacts.get(node.id)
-            if contact is not None and self._clock.now() - contact.heard_at < spec.rules.lease:
-                reason = f"the name {node.id} is in use on {known.node.host}: give each node its own"
-        if reason is None:
+            versions = f"it runs Perdure {node.version}, control runs {self._version}"
+            self._refuse(node, f"{versions}: install one version on both")
+        if node.world != spec.world:
+            self._refuse(node, f"it was started for [{node.world}], the job {spec.id} is [{spec.world}]")
+
+    def _refuse_namesake(self, node: Node, now: float) -> None:
+        """Raise RefusedError while the node's earlier life is connected: its end will show, or it is another node.
+
+        Boot id and host name do not tell: containers on one machine may share both.
+        """
+        known, contact = self.state.nodes.get(node.id), self._contacts.get(node.id)
+        attempt = EventId(f"{node.id}/{node.incarnation}")
+        if (
+            known is None
+            or contact is None
+            or not known.present
+            or known.node.incarnation == node.incarnation
+            or node.id not in self._streams
+            or contact.closed_at is not None
+        ):
+            self._namesakes.pop(attempt, None)
             return
+        if contact.heard_at > self._namesakes.setdefault(attempt, now) + NAMESAKE_MARGIN:
+            where = f"{known.node.host} ({known.node.address}, process {known.node.incarnation.pid})"
+            self._refuse(
+                node, f"the name {node.id} is in use on {where}: give each node its own by --node-rank or --local-addr"
+            )
+        raise RefusedError(503, f"{node.id} is still connected in an earlier life; try again")
+
+    def _refuse(self, node: Node, reason: str) -> NoReturn:
         event = NodeRefused(
             id=EventId(f"refused/{node.id}/{node.incarnation}"),
             at=self._clock.now(),

@@ -4,6 +4,7 @@ Knows how a request becomes a `Request` and how a `Response` or a stream of line
 """
 
 import math
+import ssl
 import sys
 import time
 import traceback
@@ -104,9 +105,7 @@ async def _welcome(raw: SocketStream, listener: Listener, service: _Service) -> 
         tune(raw)
         if listener.tls is not None:
             with anyio.fail_after(READ_TIMEOUT):
-                stream = await TLSStream.wrap(
-                    raw, server_side=True, ssl_context=listener.tls, standard_compatible=False
-                )
+                stream = await _secure(raw, listener.tls)
         remote = raw.extra(SocketAttribute.remote_address)
         connection = _Connection(stream, str(Address(str(remote[0]), int(remote[1]))), service)
         service.connections.add(connection)
@@ -123,6 +122,22 @@ async def _welcome(raw: SocketStream, listener: Listener, service: _Service) -> 
         await anyio.aclose_forcefully(stream)
 
 
+async def _secure(raw: SocketStream, tls: ssl.SSLContext) -> ByteStream:
+    """TLS over `raw`. A client that speaks plain HTTP is told so, since it could not tell that from a broken server."""
+    try:
+        return await TLSStream.wrap(raw, server_side=True, ssl_context=tls, standard_compatible=False)
+    except ssl.SSLError as exc:
+        if exc.reason == "HTTP_REQUEST":
+            await raw.send(_PLAIN_REFUSED)
+            await raw.send_eof()
+        raise
+
+
+_PLAIN_BODY = msgspec.json.encode(Problem("plain HTTP is not spoken here, but TLS: give this machine --tls-ca"))
+_PLAIN_REFUSED = (
+    b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\n\r\n%s" % (len(_PLAIN_BODY), _PLAIN_BODY)
+)
 _END = h11.EndOfMessage()
 
 

@@ -12,7 +12,7 @@ import anyio
 from anyio.abc import ByteStream, SocketAttribute, SocketListener
 from anyio.streams.tls import TLSStream
 
-from perdure.errors import ConfigError, HostError, WireError
+from perdure.errors import ConfigError, HostError, UntrustedError, WireError
 from perdure.vocab.generation import Address
 
 DEAD_AFTER_MS = 10_000
@@ -111,9 +111,18 @@ async def connect(address: Address, tls: ssl.SSLContext | None) -> ByteStream:
         return await TLSStream.wrap(stream, hostname=address.host, ssl_context=tls, standard_compatible=False)
     except BaseException as exc:
         await anyio.aclose_forcefully(stream)
+        if _is_final(exc):
+            raise UntrustedError(
+                f"cannot speak TLS with {address} ({why(exc)}); give this machine its certificate by --tls-ca"
+            ) from exc
         if isinstance(exc, OSError | anyio.EndOfStream | anyio.BrokenResourceError):
             raise WireError(f"cannot speak TLS with {address}: {why(exc)}") from exc
         raise
+
+
+def _is_final(exc: BaseException) -> bool:
+    """A certificate that is not accepted, or a peer that does not speak TLS; not a connection that broke off."""
+    return isinstance(exc, ssl.SSLError) and not isinstance(exc, ssl.SSLEOFError | ssl.SSLZeroReturnError)
 
 
 def tune(stream: ByteStream) -> None:

@@ -1,5 +1,6 @@
 """Tokens: make one, check one, keep one in a file that only its owner reads. Does not know the environment."""
 
+import hmac
 import os
 import re
 import stat
@@ -12,6 +13,15 @@ _TOKEN = re.compile(r"[\x21-\x7e]{8,512}")  # what may stand in an HTTP header, 
 def make_token() -> str:
     """A new secret of 256 random bits, as 64 characters."""
     return os.urandom(32).hex()
+
+
+def peer_token(token: str) -> str:
+    """What agents show each other: made from `token`, which cannot be told from it.
+
+    Agents have no certificates of their own, so they speak plain HTTP also where control serves HTTPS; what passes
+    there must not open control's door.
+    """
+    return hmac.digest(token.encode(), b"perdure peer", "sha256").hex()
 
 
 def parse_token(text: str) -> str:
