@@ -570,25 +570,25 @@ async def test_fork_server_that_cannot_start_is_told_by_wait_ready(tmp_path: Pat
 async def test_stores_listen_when_their_port_is_told(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     set_subreaper()
-    cfg = config(tmp_path)
+    cfg = config(tmp_path, preload=("torch",))
+    env = base_env(cfg, ENV)
     server = ForkServer()
     async with registry() as workers:
-        await server.start(cfg, base_env(cfg, ENV))
+        await server.start(cfg, env)
         await server.wait_ready()
-        for start in (server.start_store("127.0.0.1", 0), spawn_store(cfg, base_env(cfg, ENV), "127.0.0.1", 0)):
-            pid, port = await start
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            with pytest.raises(HostError, match="cannot listen on"):
+                await server.start_store("127.0.0.1", taken.getsockname()[1])
+        stores = [await server.start_store("127.0.0.1", 0), await spawn_store(cfg, env, "127.0.0.1", 0)]
+        for pid, port in stores:
             workers.adopt(pid, "store")
             socket.create_connection(("127.0.0.1", port)).close()
-            with socket.create_server(("127.0.0.1", 0)) as taken:
-                with pytest.raises(HostError, match="cannot listen on"):
-                    await (
-                        server.start_store("127.0.0.1", taken.getsockname()[1])
-                        if not server.closed.is_set()
-                        else spawn_store(cfg, base_env(cfg, ENV), "127.0.0.1", taken.getsockname()[1])
-                    )
             workers.signal(pid, signal.SIGTERM)
-            assert (await workers.exits.receive()).tag == "store"
-            await server.close()
+            end = await workers.exits.receive()
+            assert (end.tag, end.pid) == ("store", pid)
+        await server.close()
+    with pytest.raises(HostError, match="ended before it listened"):
+        await spawn_store(config(tmp_path, python="/bin/false"), env, "127.0.0.1", 0)
 
 
 # --- torchrun --------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from perdure.wire.messages import (
     ForkReply,
     ForkRequest,
     ForkServerIn,
+    ForkServerParked,
     ForkServerOut,
     ForkServerReady,
     Launch,
@@ -94,7 +95,17 @@ class Server:
         self._count = 0
 
     def receive(self) -> ForkServerOut:
-        return msgspec.json.decode(self.channel.recv(1 << 20), type=ForkServerOut)
+        message = msgspec.json.decode(self.channel.recv(1 << 20), type=ForkServerOut)
+        if isinstance(message, ForkServerParked):
+            self.parked = message.pids
+            return self.receive()
+        return message
+
+    def wait_parked(self) -> tuple[int, ...]:
+        """The processes that have been forked ahead, once there are some."""
+        message = msgspec.json.decode(self.channel.recv(1 << 20), type=ForkServerOut)
+        assert isinstance(message, ForkServerParked)
+        return message.pids
 
     def send(self, request: ForkServerIn, fds: tuple[int, ...] = ()) -> None:
         socket.send_fds(self.channel, [msgspec.json.encode(request)], fds)
@@ -483,7 +494,9 @@ def test_requests_that_wait_are_forked_together_and_all_answered(warm: Server) -
     assert replies[204].port > 0
     os.kill(replies[204].pid, signal.SIGKILL)
     os.waitpid(replies[204].pid, 0)
-    assert open_kinds(warm.process.pid) == ["socket"]
+    # The channel, and the processes that are forked ahead: two workers and a store.
+    assert set(open_kinds(warm.process.pid)) == {"socket"}
+    assert len(open_kinds(warm.process.pid)) <= 4
 
 
 def open_kinds(pid: int) -> list[str]:
@@ -645,3 +658,33 @@ def test_spawned_store_on_a_foreign_address_says_why() -> None:
     assert done.returncode == 1
     assert json.loads(done.stdout)["error"].startswith("the store cannot listen on 192.0.2.1:0:")
     assert time.monotonic() - started < LIMIT
+
+
+# --- forked ahead ----------------------------------------------------------------------------------------------------
+
+
+def test_processes_forked_ahead_become_the_next_workers(plain: Server) -> None:
+    (plain.folder / "main.py").write_text("import os, sys\nprint(os.getpid(), os.environ['MARK'], sys.argv[1:])\n")
+    parked = plain.wait_parked()
+    assert len(parked) == 2
+    worker = plain.fork(Launch(entry=Entry.SCRIPT, target="main.py", args=("a",)), {"MARK": "seen"})
+    assert worker.pid in parked
+    assert worker.wait().out == f"{worker.pid} seen ['a']\n"
+
+
+def test_process_forked_ahead_that_was_killed_is_passed_over(plain: Server) -> None:
+    (plain.folder / "main.py").write_text("print('done')\n")
+    parked = plain.wait_parked()
+    for pid in parked:
+        os.kill(pid, signal.SIGKILL)
+        await_exit(pid)
+    worker = plain.fork(Launch(entry=Entry.SCRIPT, target="main.py"))
+    assert worker.pid not in parked
+    assert worker.wait().out == "done\n"
+
+
+def test_processes_forked_ahead_end_with_the_server(plain: Server) -> None:
+    parked = plain.wait_parked()
+    plain.process.kill()
+    for pid in parked:
+        await_exit(pid)

@@ -52,6 +52,8 @@ WORK_EVERY = 1.0
 PEER_TIMEOUT = 1.0
 FORK_SERVER_RETRY = 5.0
 SWEEP_TRIES, SWEEP_WAIT = 20, 0.01
+LONGEST_END = 10
+"""Seconds (SIGALRM) after which an agent that was told to go ends however it stands; its workers then end with it."""
 EXIT_USAGE = 2
 EXIT_UNAVAILABLE = 69
 """EX_UNAVAILABLE of sysexits.h: control was never reached."""
@@ -230,10 +232,16 @@ class Agent:
         self._set(facts.store_ended(self._state, ended.pid))
 
     async def _wait_for_signals(self) -> None:
-        """SIGTERM to an agent: this node leaves the job. (The launcher does not signal agents; it asks control.)"""
+        """SIGTERM to an agent: this node leaves the job. The kernel sends it too when the launcher has died.
+
+        (A launcher that lives does not signal its agents; it asks control.)
+        """
+        launcher = os.getppid()
         with anyio.open_signal_receiver(signal.SIGTERM) as signals:
             async for _ in signals:
-                self._set(facts.fence(self._state, "its agent was sent SIGTERM"))
+                signal.alarm(LONGEST_END)
+                reason = "its agent was sent SIGTERM" if os.getppid() == launcher else "its launcher has died"
+                self._set(facts.fence(self._state, reason))
 
     # --- the fork server ---------------------------------------------------------------------------------------------
 
@@ -269,7 +277,7 @@ class Agent:
                 continue
             if not ready.warm:
                 await server.close()
-                print(f"perdure: {self._config.node}: {ready.note}; workers are spawned", file=sys.stderr, flush=True)
+                _say(f"{self._config.node}: {ready.note}; workers are spawned")
                 self._tell_ready(warm=False, note=ready.note)
                 return None
             self._ranks.fork_server = server
@@ -402,7 +410,7 @@ class Agent:
         """Nothing of this node's processes is left when it returns (but what outlives SIGKILL)."""
         orders = self._state.orders
         if orders is None or orders.duty is not Duty.STOP:
-            print(f"perdure: {self._config.node}: {self._exit.reason}", file=sys.stderr, flush=True)
+            _say(f"{self._config.node}: {self._exit.reason}")
         with anyio.move_on_after(5.0, shield=True):
             for pid in self._children.pids:
                 self._children.signal(pid, signal.SIGKILL)
@@ -413,6 +421,13 @@ class Agent:
                 if not self._children.sweep(set()):
                     break
                 await anyio.sleep(SWEEP_WAIT)
+
+
+def _say(text: str) -> None:
+    try:
+        print(f"perdure: {text}", file=sys.stderr, flush=True)
+    except OSError:
+        return  # the terminal has gone, with the launcher perhaps: nobody is left to be told
 
 
 def _work_of(process: ProcessReading) -> Work:

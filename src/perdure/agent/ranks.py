@@ -147,7 +147,9 @@ class Ranks:
     def sweep(self) -> set[int]:
         """Kill whatever dead workers have left behind (data loader children that left their group); gives the dying."""
         server = self.fork_server
-        spare = {self.store_pid, server.pid if server is not None else 0} | self._children.pids
+        spare = {self.store_pid} | self._children.pids
+        if server is not None:
+            spare |= {server.pid} | server.parked
         return self._children.sweep(spare)
 
     async def close(self) -> None:

@@ -21,6 +21,7 @@ from perdure.wire.messages import (
     ForkRequest,
     ForkServerIn,
     ForkServerOut,
+    ForkServerParked,
     ForkServerReady,
     StoreRequest,
 )
@@ -46,6 +47,8 @@ class ForkServer:
     def __init__(self) -> None:
         self.pid = 0
         self.ready: ForkServerReady | None = None
+        self.parked: frozenset[int] = frozenset()
+        """Forked ahead, waiting: children of this process that belong to the server."""
         self.closed = anyio.Event()
         self.exit_code: int | None = None
         self.signal: int | None = None
@@ -162,6 +165,9 @@ class ForkServer:
         if isinstance(message, ForkServerReady):
             self.ready = message
             self._known.set()
+            return
+        if isinstance(message, ForkServerParked):
+            self.parked = frozenset(message.pids)
             return
         future = self._waiting.get(message.id)
         if future is not None and not future.done():

@@ -52,10 +52,12 @@ def start_process(
     stderr_fd: int | None = None,
     pass_fds: Sequence[int] = (),
     cpus: Sequence[int] = (),
+    *,
+    death_signal: int = signal.SIGKILL,
 ) -> int:
     """Start `argv` in a session of its own and give its pid; the kernel kills it when this process dies.
 
-    None for a stream: the agent's own; its input is empty. Must be called in the main thread: the kernel takes the
+    `death_signal`: what the kernel sends it then instead, where it must still clean up. None for a stream: the agent's own; its input is empty. Must be called in the main thread: the kernel takes the
     end of the thread that forked for the death of the parent. The caller waits for the process. Raises HostError.
     """
     if unusable := set(cpus) - os.sched_getaffinity(0):
@@ -72,7 +74,7 @@ def start_process(
             stderr=stderr_fd,
             pass_fds=pass_fds,
             start_new_session=True,
-            preexec_fn=_before_exec(os.getpid(), cpus),  # noqa: PLW1509 - it takes no lock; nothing else sets PDEATHSIG
+            preexec_fn=_before_exec(os.getpid(), cpus, death_signal),  # noqa: PLW1509 - it takes no lock; nothing else sets PDEATHSIG
         )
     except OSError as error:
         raise HostError(_why_not_started(argv[0], error)) from error
@@ -222,9 +224,9 @@ def kill_process(pid: int, started_ticks: int | None = None) -> None:
         os.close(pidfd)
 
 
-def _before_exec(parent: int, cpus: Sequence[int]) -> Callable[[], None]:
+def _before_exec(parent: int, cpus: Sequence[int], death_signal: int) -> Callable[[], None]:
     """What the child does before exec; it must neither import nor lock."""
-    set_parent_death_signal, number = _LIBC.prctl, int(signal.SIGKILL)
+    set_parent_death_signal, number = _LIBC.prctl, int(death_signal)
 
     def prepare() -> None:
         set_parent_death_signal(_PR_SET_PDEATHSIG, number, 0, 0, 0)

@@ -4,6 +4,7 @@ It knows programs and processes, not jobs: what a program's end means is told by
 """
 
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping
 
@@ -27,6 +28,8 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     config: bytes
     final_codes: frozenset[int]
     """Exit codes after which it is not started again."""
+    death_signal: int = signal.SIGKILL
+    """What the kernel sends it when this process dies: SIGTERM for one that must end what it has started."""
 
 
 class Life(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +43,7 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LocalMachine:
-    """Keeps programs alive. The kernel kills them, and all that they started, when this process dies."""
+    """Keeps programs alive. When this process dies the kernel ends them (`Program.death_signal`)."""
 
     def __init__(
         self,
@@ -71,7 +74,15 @@ class LocalMachine:
             os.write(fd, program.config)
             os.lseek(fd, 0, os.SEEK_SET)
             argv = [part.replace("{fd}", str(fd)) for part in program.argv]
-            pid = start_process(argv, self._env, None, self._stdout_fd, self._stderr_fd, (fd,))
+            pid = start_process(
+                argv,
+                self._env,
+                None,
+                self._stdout_fd,
+                self._stderr_fd,
+                (fd,),
+                death_signal=program.death_signal,
+            )
         finally:
             os.close(fd)
         self._running[pid] = (program, time.monotonic())

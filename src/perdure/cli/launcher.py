@@ -140,7 +140,11 @@ class Launcher:
             config=self._agent_config(node), token=self._token, version=self._version, tls=self._request.tls
         )
         return Program(
-            name=node.name, argv=argv_of("agent"), config=msgspec.json.encode(start), final_codes=AGENT_FINAL_CODES
+            name=node.name,
+            argv=argv_of("agent"),
+            config=msgspec.json.encode(start),
+            final_codes=AGENT_FINAL_CODES,
+            death_signal=signal.SIGTERM,  # it outlives us for a moment, to end what its workers have left
         )
 
     def _agent_config(self, node: NodeToStart) -> AgentConfig:

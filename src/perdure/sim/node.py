@@ -89,6 +89,8 @@ class AgentLife:
         self.stream: int | None = None
         """The stream of orders that it listens to."""
         self.joined = False
+        self.restart_after: Seconds | None = None
+        """Somebody ended it on purpose, and starts it again after that."""
         self._answered_at: Instant = now
         """Send time of the last simulated message that control has answered; beats between are not simulated."""
         self._outbox: list[tuple[int, AnyEvent]] = []
@@ -155,7 +157,7 @@ class AgentLife:
         self._hear(sent_at)
         if reply.orders is not None:
             self.take_orders(reply.orders)
-        if self.is_alive and self.stream is None:
+        if self.stream is None:
             self._world.open_stream(self)
 
     def answered_report(self, reply: Reply, sent_at: Instant) -> None:
@@ -264,6 +266,10 @@ class AgentLife:
         )
         self._do_all(actions)
         self.act()
+
+    @property
+    def has_store(self) -> bool:
+        return self.is_alive and self.state.store is not None and self.state.store.pid is not None
 
     def store_killed(self) -> None:
         """Somebody has ended the store."""

@@ -241,7 +241,10 @@ class World:
             self.agenda.after(self.rng.uniform(0.0005, 0.005), lambda: self._closed(agent, stream))
         self.links_changed()
         if code in (EXIT_FENCED, KILLED) and machine.is_up:
-            self.agenda.after(self.rng.uniform(*self.pace.launcher), lambda: self.launch(machine))
+            wait = self.rng.uniform(*self.pace.launcher)
+            if agent.restart_after is not None:
+                wait = agent.restart_after
+            self.agenda.after(wait, lambda: self.launch(machine))
 
     def _closed(self, agent: AgentLife, stream: int) -> None:
         if self.control is not None and not self.links.is_cut(agent.id, CONTROL):
@@ -273,7 +276,7 @@ class World:
         def arrive() -> None:
             if control.is_alive and machine.boots == boots:
                 reply = do(control)
-                if control.is_alive and reply is not None:
+                if self.control is control and reply is not None:
                     self.links.send(CONTROL, agent.id, reply)
 
         self.links.send(agent.id, CONTROL, arrive)

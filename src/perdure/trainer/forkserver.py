@@ -27,6 +27,7 @@ from perdure.wire.messages import (
     ForkRequest,
     ForkServerIn,
     ForkServerOut,
+    ForkServerParked,
     ForkServerReady,
     StoreRequest,
 )
@@ -34,6 +35,8 @@ from perdure.wire.messages import (
 _PACKET = 1 << 20
 _DESCRIPTORS = 3
 """Of a ForkRequest: stdout, stderr, heartbeat page."""
+_QUIET = 0.4
+"""Seconds without a request after which processes are forked ahead: never while a generation is being started."""
 
 _decoder = msgspec.json.Decoder(ForkServerIn)
 
@@ -48,8 +51,21 @@ class Order(NamedTuple):
 class Child(NamedTuple):
     """What a forked process has to do, and the process between it and the server, which ends at once."""
 
-    order: Order
+    order: "Order | Parking"
     between: int
+
+
+class Parking(NamedTuple):
+    """A process that is forked ahead gets its order later, over `place`."""
+
+    place: socket.socket
+
+
+class Parked(NamedTuple):
+    """The server's view of a process that waits."""
+
+    pid: int
+    place: socket.socket
 
 
 # --- getting warm ----------------------------------------------------------------------------------------------------
@@ -73,9 +89,12 @@ def warm_up(kind: str, target: str, extra: Sequence[str]) -> tuple[tuple[str, ..
 class ForkServer:
     """The loop. `serve` returns None in the server when the agent is gone, and a Child in each process it forks."""
 
-    def __init__(self, channel: socket.socket, refusal: str) -> None:
+    def __init__(self, channel: socket.socket, refusal: str, ahead: int) -> None:
+        """`ahead`: how many processes to have forked before they are asked for."""
         self._channel = channel
         self._refusal = refusal
+        self._ahead = 0 if refusal else ahead
+        self._parked: list[Parked] = []
         self._stores: dict[int, tuple[StoreRequest, int]] = {}
         """Read end of its pipe → a store that has not told its port yet, and its pid."""
 
@@ -84,14 +103,21 @@ class ForkServer:
             poll = select.poll()  # no descriptor of its own that a child would have to close
             for fd in (self._channel.fileno(), *self._stores):
                 poll.register(fd, select.POLLIN)
-            for fd, _ in poll.poll():
+            lacking = len(self._parked) < self._ahead
+            ready = poll.poll(_QUIET * 1000 if lacking else None)
+            if not ready and lacking:
+                child = self._park(self._ahead - len(self._parked))
+                if child is not None:
+                    return child
+            for fd, _ in ready:
                 if fd != self._channel.fileno():
                     self._finish_store(fd)
                     continue
                 orders = self._receive()
                 if orders is None:
                     return None
-                child = self._fork([order for order in orders if self._accept(order)])
+                accepted = [order for order in orders if self._accept(order)]
+                child = self._fork([order for order in accepted if not self._hand_over(order)])
                 if child is not None:
                     return child
 
@@ -126,6 +152,73 @@ class ForkServer:
             _close(fds)
         return not problem
 
+    # --- forked ahead ------------------------------------------------------------------------------------------------
+
+    def _park(self, count: int) -> Child | None:
+        """Fork `count` processes that wait for an order: it saves the forks when every millisecond counts."""
+        places = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
+        told, tell = os.pipe()
+        try:
+            first = os.fork()
+        except OSError:
+            self._ahead = 0  # no room for what is only a convenience
+            _close((told, tell))
+            for pair in places:
+                pair[0].close()
+                pair[1].close()
+            return None
+        if first == 0:
+            child = _fork_between([Parking(theirs) for _, theirs in places], tell)
+            assert isinstance(child.order, Parking)
+            kept = child.order.place.fileno()
+            _close(theirs.detach() for _, theirs in places if theirs.fileno() != kept)
+            _close((told, tell, *(ours.detach() for ours, _ in places), *self._own_descriptors()))
+            return child
+        os.close(tell)
+        os.waitpid(first, 0)
+        with open(told, "rb") as file:
+            answers: list[int | str] = [msgspec.json.decode(line, type=int | str) for line in file]
+        for ours, theirs in places:
+            theirs.close()
+            answer = answers.pop(0) if answers else ""
+            if isinstance(answer, int):
+                self._parked.append(Parked(answer, ours))
+            else:
+                self._ahead = 0
+                ours.close()
+        send(self._channel, ForkServerParked(pids=tuple(parked.pid for parked in self._parked)))
+        return None
+
+    def _hand_over(self, order: Order) -> bool:
+        """Give `order` to a process that waits, and answer it; False: there is none."""
+        request, fds = order
+        pipe = os.pipe() if isinstance(request, StoreRequest) else None
+        given = list(fds) if pipe is None else [pipe[1]]
+        while self._parked:
+            parked = self._parked.pop(0)
+            with parked.place:
+                try:
+                    socket.send_fds(parked.place, [msgspec.json.encode(request)], given)
+                except ConnectionError:
+                    continue  # somebody has ended it
+            _close(given)
+            if pipe is not None:
+                assert isinstance(request, StoreRequest)
+                self._stores[pipe[0]] = (request, parked.pid)
+            else:
+                self._reply(ForkReply(id=request.id, pid=parked.pid))
+            return True
+        if pipe is not None:
+            _close(pipe)
+        return False
+
+    def _own_descriptors(self) -> tuple[int, ...]:
+        """What a forked process has to close of the server's."""
+        parked = tuple(parked.place.detach() for parked in self._parked)
+        return (self._channel.detach(), *self._stores, *parked)
+
+    # --- forked on request -------------------------------------------------------------------------------------------
+
     def _fork(self, orders: list[Order]) -> Child | None:
         """Fork all, as grandchildren: the process between ends at once, and the agent (a subreaper) adopts them."""
         if not orders:
@@ -142,9 +235,10 @@ class ForkServer:
             return None
         if first == 0:
             child = _fork_between(orders, tell)
+            assert isinstance(child.order, Order)
             kept = set(child.order.fds)
             _close(fd for o in orders for fd in o.fds if fd not in kept)
-            _close((told, tell, self._channel.detach(), *(read for read, _ in pipes.values()), *self._stores))
+            _close((told, tell, *(read for read, _ in pipes.values()), *self._own_descriptors()))
             return child
         os.close(tell)
         _close(fd for order in orders for fd in order.fds)
@@ -176,7 +270,7 @@ class ForkServer:
         send(self._channel, message)
 
 
-def _fork_between(orders: list[Order], tell: int) -> Child:
+def _fork_between(orders: Sequence[Order | Parking], tell: int) -> Child:
     """In the process between: fork one process for each order, tell their pids, end. Returns only in the new ones."""
     between = os.getpid()
     for order in orders:
@@ -218,11 +312,9 @@ def _close(fds: Iterable[int]) -> None:
 # --- in the forked process -------------------------------------------------------------------------------------------
 
 
-def become_worker(request: ForkRequest, fds: Sequence[int], between: int, agent: int) -> None:
+def become_worker(request: ForkRequest, fds: Sequence[int]) -> None:
     """Everything that the agent would have set up for a worker that it spawns."""
     stdout, stderr, page = fds
-    os.setsid()
-    process.default_signals()
     process.redirect(stdout, stderr)
     try:
         os.environ.update(request.env)
@@ -234,19 +326,28 @@ def become_worker(request: ForkRequest, fds: Sequence[int], between: int, agent:
     _close(fds)
     process.fresh_randomness()
     progress.count_optimizer_steps()
-    process.wait_for_adoption(between, agent)
+
+
+def wait_for_order(place: socket.socket) -> Order:
+    """The order of a process that was forked ahead; it ends when the server does."""
+    with place:
+        data, fds, _ = _receive_packet(place, 0)
+    if not data:
+        os._exit(0)
+    return Order(_decoder.decode(data), fds)
 
 
 def run_child(child: Child, agent: int) -> None:
     """Become the worker or the store. What the user's program raises comes out."""
-    request, fds = child.order
+    os.setsid()
+    process.default_signals()
+    process.wait_for_adoption(child.between, agent)
+    order = child.order if isinstance(child.order, Order) else wait_for_order(child.order.place)
+    request, fds = order
     if isinstance(request, ForkRequest):
-        become_worker(request, fds, child.between, agent)
+        become_worker(request, fds)
         worker.run_program(request.launch.entry.value, request.launch.target, request.launch.args)
     else:
-        os.setsid()
-        process.default_signals()
-        process.wait_for_adoption(child.between, agent)
         store.serve(request.host, request.port, fds[0])
 
 
@@ -276,7 +377,8 @@ def main(argv: Sequence[str] | None = None) -> tuple[Child, int] | None:
     note = "; ".join([refusal, *notes] if refusal else notes)
     seconds = time.monotonic() - started
     send(channel, ForkServerReady(warm=not refusal, seconds=seconds, imported=imported, note=note))
-    child = ForkServer(channel, refusal).serve()
+    ahead = options.nproc + (1 if "torch" in sys.modules else 0)  # the ranks of the next generation, and its store
+    child = ForkServer(channel, refusal, ahead).serve()
     return None if child is None else (child, agent)
 
 

@@ -245,5 +245,11 @@ class ForkServerReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     note: str = ""
 
 
+class ForkServerParked(msgspec.Struct, frozen=True, kw_only=True, tag="parked"):
+    """Processes that have been forked ahead and wait for a request: children of the agent that it must not sweep."""
+
+    pids: tuple[int, ...]
+
+
 ForkServerIn = ForkRequest | StoreRequest
-ForkServerOut = ForkReply | ForkServerReady
+ForkServerOut = ForkReply | ForkServerReady | ForkServerParked
