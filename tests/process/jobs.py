@@ -24,7 +24,10 @@ from perdure.vocab.event import (
     GenerationBegan,
     GenerationRunning,
     JobEnded,
+    NodeDisconnected,
     NodeJoined,
+    NodeLeft,
+    NodeLost,
     StepsBegun,
     WorkersStarted,
 )
@@ -100,7 +103,9 @@ class Job:
             began = [r for r in records if isinstance(r, GenerationBegan)]
             if not began or began[-1].assignment.number < generation:
                 return False
-            begun = {r.node for r in records if isinstance(r, StepsBegun) and r.generation == began[-1].assignment.number}
+            begun = {
+                r.node for r in records if isinstance(r, StepsBegun) and r.generation == began[-1].assignment.number
+            }
             return set(began[-1].assignment.nodes) <= begun
 
         self.wait_for(find)
@@ -176,10 +181,14 @@ class Job:
             os.kill(self.process.pid, signal.SIGCONT)
 
     def fork_servers(self) -> dict[str, int]:
-        """Pid by node, of those that have one now."""
-        nodes = {record.node.id for record in self.all(NodeJoined)}
-        below = {node: descendants(self.agent(node)) for node in nodes}
-        return {n: pid for n, pids in below.items() for pid in pids if "trainer.forkserver" in command_of(pid)}
+        """Pid by node. What it forks looks like it in /proc, but is younger."""
+        found = {}
+        for node in {record.node.id for record in self.all(NodeJoined)}:
+            forked = [p for p in descendants(self.agent(node)) if "trainer.forkserver" in command_of(p)]
+            ages = {pid: stat.started_ticks for pid in forked if (stat := read_stat(pid)) is not None}
+            if ages:
+                found[str(node)] = min(ages, key=lambda pid: (ages[pid], pid))
+        return found
 
     def cpu_seconds(self, pid: int) -> float:
         stat = read_stat(pid)
@@ -301,7 +310,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def processes_of(home: Path) -> dict[int, str]:
-    """Live processes that have to do with a job in `home`: by their environment, wherever they have been re-parented."""
+    """Live processes that have to do with a job in `home`: by their environment, whoever their parent is by now."""
     mark = f"PERDURE_HOME={home}".encode()
     found = {}
     for entry in Path("/proc").iterdir():
@@ -316,7 +325,9 @@ def processes_of(home: Path) -> dict[int, str]:
 
 
 def assert_ended(records: Sequence[LogRecord], exit_code: int) -> JobEnded:
-    ended = records[-1]
-    assert isinstance(ended, JobEnded), f"the last record is {ended}"
+    """The job's end, after which nothing comes but good-byes."""
+    (ended,) = [record for record in records if isinstance(record, JobEnded)]
+    after = records[records.index(ended) + 1 :]
+    assert all(isinstance(record, NodeLeft | NodeDisconnected | NodeLost) for record in after), after
     assert ended.exit_code == exit_code, ended.reason
     return ended

@@ -20,7 +20,7 @@ from perdure.agent.console import Console
 from perdure.agent.launch import base_env, worker_env
 from perdure.agent.output import Outputs, WorkerOutput
 from perdure.agent.standby import ForkServer, spawn_store
-from perdure.agent.workers import Workers, set_subreaper, start_process
+from perdure.host.processes import Children, set_subreaper, start_process
 from perdure.errors import ConfigError, HostError
 from perdure.host.memory import MemoryGroup, OomWatch, memory_group_of
 from perdure.host.proc import children_of, descendants_of, incarnation, read_process, read_state
@@ -67,8 +67,8 @@ def python(code: str) -> list[str]:
 
 
 @asynccontextmanager
-async def registry(orphan_age: float = 5.0) -> AsyncIterator[Workers]:
-    workers = Workers(orphan_age)
+async def registry(orphan_age: float = 5.0) -> AsyncIterator[Children]:
+    workers = Children(orphan_age)
     try:
         with anyio.fail_after(60):
             yield workers
@@ -80,7 +80,7 @@ async def registry(orphan_age: float = 5.0) -> AsyncIterator[Workers]:
         workers.close()
 
 
-async def started(workers: Workers, code: str, tag: str = "w") -> tuple[int, int]:
+async def started(workers: Children, code: str, tag: str = "w") -> tuple[int, int]:
     """(pid, read end of its stdout), once it has printed its first byte."""
     read_fd, write_fd = os.pipe()
     pid = await workers.spawn(python(code), ENV, None, write_fd, None)
@@ -227,7 +227,7 @@ async def test_sweep_kills_those_that_left_and_spares_whole_families() -> None:
 
 async def test_workers_die_with_the_agent() -> None:
     code = (
-        "import sys; from perdure.agent.workers import start_process\n"
+        "import sys; from perdure.host.processes import start_process\n"
         "import os, time\n"
         "pid = start_process([sys.executable, '-c', 'import time; time.sleep(300)'], os.environ)\n"
         "print(pid, flush=True); time.sleep(300)"

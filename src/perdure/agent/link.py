@@ -19,6 +19,9 @@ from perdure.wire.messages import Beat, Join, Leave, Observed, Orders, Pong, Rep
 FIRST_RETRY, LONGEST_RETRY = 0.02, 1.0
 """Seconds between tries while control cannot be reached."""
 BEATS_PER_LEASE = 0.3
+PATIENCE_PER_LEASE, LONGEST_PATIENCE = 0.25, 2.0
+"""How long an answer is waited for. TCP doubles its pauses while a network is cut, so that after a cut of 2 s it may
+try again only 3 s later, beyond the lease; a new connection is tried at once."""
 SEND_AT_ONCE = 200
 STREAM_LAG = 1.0
 """Seconds after which orders that control has pushed and that have not come make the stream a dead one."""
@@ -52,6 +55,7 @@ class ControlLink:
         self._version = 0
         self._behind_since: float | None = None
         self.beat_seconds = LONGEST_RETRY
+        self._patience = LONGEST_PATIENCE
 
     def tell(self, event: AnyEvent) -> None:
         """Send `event` as soon as possible, and again until it is in the log."""
@@ -61,6 +65,7 @@ class ControlLink:
 
     def set_lease(self, lease: float) -> None:
         self.beat_seconds = lease * BEATS_PER_LEASE
+        self._patience = min(LONGEST_PATIENCE, lease * PATIENCE_PER_LEASE)
 
     # --- orders ------------------------------------------------------------------------------------------------------
 
@@ -157,7 +162,7 @@ class ControlLink:
         report = Report(
             node=self._node.id, incarnation=self._node.incarnation, observed=observed, beat=self._say_beat()
         )
-        reply = await self._channel.call("POST", "/v1/report", report, Reply)
+        reply = await self._channel.call("POST", "/v1/report", report, Reply, timeout=self._patience)
         if reply.fenced:
             self._on_fenced("control has declared this node lost in the meantime")
             return

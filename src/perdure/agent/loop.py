@@ -9,6 +9,7 @@ import ssl
 import sys
 import time
 from collections.abc import Mapping
+from urllib.parse import quote
 
 import anyio
 import msgspec
@@ -39,7 +40,7 @@ from perdure.host.proc import ProcessReading, incarnation, read_process, read_st
 from perdure.host.processes import Children, Ended, set_subreaper
 from perdure.vocab.event import ForkServerLost, NodeGathered, NodeReady, StartFailed, StoreLost
 from perdure.vocab.generation import Address
-from perdure.vocab.ids import GenerationNumber
+from perdure.vocab.ids import GenerationNumber, NodeId
 from perdure.vocab.node import Node
 from perdure.wire.channel import Channel, RefusedError, Request, Response, Streamed, listen, serve
 from perdure.wire.messages import Duty, Entry, Orders, Pong
@@ -339,6 +340,8 @@ class Agent:
         self._page.stop_after(None)
         self._ranks.forget_memory_events()
         try:
+            assert orders.store is not None
+            await self._ranks.reach_store(orders.store, orders.rules.lease)
             async with anyio.create_task_group() as group:
                 for local_rank in range(self._config.slots):
                     group.start_soon(self._start_worker, orders, local_rank)
@@ -366,19 +369,25 @@ class Agent:
     # --- peers -------------------------------------------------------------------------------------------------------
 
     async def _answer_peer(self, request: Request) -> Response | Streamed:
+        """GET /v1/ping?node=N: what we know of the generation, when that tells N that it has been replaced, or that
+        it may go on without control for a lease; else a refusal."""
         orders = self._state.orders
         if (request.method, request.path) != ("GET", "/v1/ping") or orders is None:
             raise RefusedError(404, f"an agent answers GET /v1/ping only, not {request.method} {request.path}")
+        asker = NodeId(request.query.get("node", ""))
         members = orders.assignment.nodes if orders.assignment is not None else ()
+        self._state, vouched = facts.vouch(self._state, asker, time.monotonic())
+        if not vouched and (not members or asker in members):
+            raise RefusedError(409, f"{self._config.node} does not vouch for {asker}: control answers here")
         return Response.of(
             Pong(node=self._config.node, job=self._config.job, generation=orders.generation, members=members)
         )
 
     async def _ask_peers(self) -> None:
-        """Who of the other members lives, and does anyone know that this node has been replaced?"""
+        """Which of the other members vouch for this node, and does anyone know that it has been replaced?"""
         asked_at, orders = time.monotonic(), self._state.orders
-        if orders is None:
-            return
+        if orders is None or not (orders.peers or _is_loopback(self._config.control.host)):
+            return  # alone, and control is on another machine, where the network may be to blame
         answers: list[Pong] = []
         async with anyio.create_task_group() as group:
             for peer in orders.peers:
@@ -388,12 +397,14 @@ class Agent:
             if pong.generation > orders.generation and pong.members and self._config.node not in pong.members:
                 self._take_fence(f"{pong.node} says that generation {pong.generation} goes on without this node")
                 return
-        self._state = facts.peers_answered(self._state, len(answers), len(orders.peers) + 1, asked_at)
+        vouching = sum(self._config.node in pong.members for pong in answers)
+        self._state = facts.peers_answered(self._state, vouching, len(orders.peers) + 1, asked_at)
 
     async def _ask_peer(self, address: Address, answers: list[Pong]) -> None:
         channel = Channel(address, self._peer_token, timeout=PEER_TIMEOUT)
         try:
-            answers.append(await channel.call("GET", "/v1/ping", None, Pong))
+            path = f"/v1/ping?node={quote(self._config.node)}"
+            answers.append(await channel.call("GET", path, None, Pong))
         except WireError:
             return
         finally:
@@ -423,9 +434,14 @@ class Agent:
                 await anyio.sleep(SWEEP_WAIT)
 
 
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 def _say(text: str) -> None:
     try:
-        print(f"perdure: {text}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"perdure: {text}\n")
+        sys.stderr.flush()
     except OSError:
         return  # the terminal has gone, with the launcher perhaps: nobody is left to be told
 

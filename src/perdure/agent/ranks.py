@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TypeVar
 
+import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
@@ -14,7 +15,7 @@ from perdure.agent.config import AgentConfig
 from perdure.agent.launch import base_env, launch_for, spawn_argv, worker_env
 from perdure.agent.output import Outputs, WorkerOutput
 from perdure.agent.standby import ForkServer, spawn_store
-from perdure.errors import HostError
+from perdure.errors import HostError, WireError
 from perdure.host.interfaces import interface_of
 from perdure.host.memory import OomWatch
 from perdure.host.numa import cpus_for
@@ -24,6 +25,7 @@ from perdure.vocab.generation import Address
 from perdure.vocab.ids import GenerationNumber, Rank
 from perdure.wire.messages import Entry, ForkRequest, Orders
 from perdure.wire.page import HeartbeatPage
+from perdure.wire.tcp import connect
 
 T = TypeVar("T")
 DRAIN_SECONDS = 0.2
@@ -127,6 +129,18 @@ class Ranks:
         self._children.adopt(pid, StoreTag(generation))
         self.store_pid = pid
         return pid, Address(self._config.master_addr or host, port)
+
+    async def reach_store(self, store: Address, seconds: float) -> None:
+        """Raises HostError where the store cannot be connected to: its clients would try for half an hour."""
+        try:
+            with anyio.fail_after(seconds):
+                await anyio.aclose_forcefully(await connect(store, None))
+        except (TimeoutError, WireError) as problem:
+            why = f"no answer within {seconds:g} s" if isinstance(problem, TimeoutError) else str(problem)
+            raise HostError(
+                f"the generation's store at {store} cannot be reached from {self._config.node} ({why});"
+                " open all ports between the nodes"
+            ) from None
 
     async def end_output(self, pid: int, *, wait: bool) -> tuple[str, WorkerError | None]:
         """(last lines of stderr, exception) of a worker that has ended."""

@@ -13,7 +13,7 @@ import anyio
 import msgspec
 
 from perdure.agent.config import AgentConfig
-from perdure.agent.workers import kill_process, start_process, wait_for
+from perdure.host.processes import kill_process, start_process, wait_for
 from perdure.errors import ConfigError, HostError
 from perdure.wire.messages import (
     Entry,

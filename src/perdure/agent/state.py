@@ -193,7 +193,10 @@ def answered(state: AgentState, sent_at: Instant) -> AgentState:
 
 
 def peers_answered(state: AgentState, reachable: int, members: int, asked_at: Instant) -> AgentState:
-    """`reachable` other members have vouched for this node (`vouch`), of `members` in all, this node included."""
+    """`reachable` other members have vouched for this node (`vouch`), of `members` in all, this node included.
+
+    `members` are all that are asked, spares too: any of them might be a part of the generation that replaces this one.
+    """
     if 2 * (reachable + 1) > members:
         return msgspec.structs.replace(state, peers_ok=max(state.peers_ok, asked_at))
     return state
@@ -206,9 +209,9 @@ def vouch(state: AgentState, asker: NodeId, now: Instant) -> tuple[AgentState, b
     this node gathers for no generation without the asker until the lease that it gave is over (`decide.act`).
     """
     orders = state.orders
-    if orders is None or orders.assignment is None or state.fenced is not None:
+    if orders is None or state.fenced is not None or asker not in {peer.node for peer in orders.peers}:
         return state, False
-    if orders.assignment.member(asker) is None or now - state.contact <= IN_TOUCH * orders.rules.lease:
+    if now - state.contact <= IN_TOUCH * orders.rules.lease:
         return state, False
     return msgspec.structs.replace(state, vouched={**state.vouched, asker: now}), True
 

@@ -266,10 +266,11 @@ class Launcher:
     async def _end(self) -> None:
         """The agents have heard of the end from control; whoever is still there after a while is killed."""
         self._machine.stop_restarting()
-        if self._bind is not None and self._ended is None:
-            with anyio.move_on_after(1.0):  # the agents may have heard of the end before the log was read here
-                while self._ended is None and CONTROL in self._machine.running:
-                    await anyio.sleep(0.02)
+        with anyio.move_on_after(1.0):  # the agents may have heard of the end before the log was read here
+            while CONTROL in self._machine.running:
+                if self._ended is not None:
+                    break
+                await anyio.sleep(0.02)
         deadline = time.monotonic() + END_SECONDS
         while time.monotonic() < deadline and self._agents_running():
             changed = self._machine.changed
@@ -323,5 +324,3 @@ def _how(life: Life) -> str:
     if life.signal is not None:
         return signal.Signals(life.signal).name
     return "fenced" if life.exit_code == EXIT_FENCED else f"exit code {life.exit_code}"
-
-

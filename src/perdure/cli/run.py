@@ -3,7 +3,7 @@
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import anyio
@@ -37,7 +37,7 @@ def run(argv: Sequence[str], version: str) -> int:
     owner = request.runs_control(local_addresses)
     local = request.is_local(local_addresses)
     with ExitStack() as stack:
-        if owner and request.endpoint is not None and _is_served(request, home):
+        if owner and request.endpoint is not None and _is_served(request, home, local=local):
             owner = False
         if not owner:
             request = _with_id_of_control(request, home)
@@ -86,7 +86,9 @@ def control(argv: Sequence[str], version: str) -> int:
     )
     with hold_lock(job):
         _put_away_old_log(job)
-        print(f"perdure: control of job {job.id} at {request.endpoint}, state in {job.path}", file=sys.stderr, flush=True)
+        print(
+            f"perdure: control of job {job.id} at {request.endpoint}, state in {job.path}", file=sys.stderr, flush=True
+        )
         code = anyio.run(run_control, start)
         ended = _end_of(job)
     return ended.exit_code if ended is not None else code or 3
@@ -151,7 +153,7 @@ def _can_bind(host: str) -> bool:
     return False
 
 
-def _is_served(request: RunRequest, home: Home) -> bool:
+def _is_served(request: RunRequest, home: Home, *, local: bool) -> bool:
     """Whether a control of this job already answers at the endpoint: then this launcher only brings nodes."""
     endpoint = request.endpoint
     assert endpoint is not None
@@ -159,7 +161,7 @@ def _is_served(request: RunRequest, home: Home) -> bool:
         probe.settimeout(1.0)
         if probe.connect_ex((endpoint.host, endpoint.port)) != 0:
             return False
-    token = _known_token(request, home)
+    token = _known_token(request, home, local=local)
     if token is None:
         return False
     try:
@@ -169,12 +171,15 @@ def _is_served(request: RunRequest, home: Home) -> bool:
     return pong is not None and (request.id_is_made or pong.job == request.job.id)
 
 
-def _known_token(request: RunRequest, home: Home) -> str | None:
-    """A token without knowing the job's id; None: there is none."""
+def _known_token(request: RunRequest, home: Home, *, local: bool) -> str | None:
+    """The token that control would have, without making one; None: there is none."""
+    job = home.job_dir(request.job.id, create=False)
     try:
+        if local and job.token.exists():
+            return resolve_token(home, job, os.environ, local=True)
         if "PERDURE_TOKEN" in os.environ:
             return parse_token(os.environ["PERDURE_TOKEN"])
-        return resolve_token(home, home.job_dir(request.job.id, create=False), os.environ, local=False)
+        return resolve_token(home, job, os.environ, local=False)
     except ConfigError:
         return None
 

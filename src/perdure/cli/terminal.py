@@ -61,9 +61,9 @@ class Terminal:
             self._live.stop()
         for fd, _ in self._pipes:
             os.close(fd)
-        for fd in (self.stdout_fd, self.stderr_fd):
-            if fd is not None:
-                os.close(fd)
+        for end in (self.stdout_fd, self.stderr_fd):
+            if end is not None:
+                os.close(end)
 
     def _pipe(self, *, is_error: bool) -> int:
         read_fd, write_fd = os.pipe()

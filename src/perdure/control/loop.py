@@ -12,6 +12,7 @@ import anyio
 import msgspec
 
 from perdure.control.brain import next_deadline, step
+from perdure.control.hearing import resumed, telling
 from perdure.control.leases import Contacts, adopt, closed, connected, heard, next_loss, overdue
 from perdure.control.orders import orders_for
 from perdure.control.state import State, event_id, fold
@@ -87,11 +88,12 @@ class Control:
         """Keep deadlines and leases. With `until_idle` it returns when the job has ended and its nodes have gone."""
         while True:
             now = self._clock.now()
-            times = (next_deadline(self.state), next_loss(self._contacts, self.state))
+            times = (next_deadline(self.state), next_loss(telling(self._contacts, self.state, now), self.state))
             wait = min((t - now for t in times if t is not None), default=LONGEST_TICK)
             with anyio.move_on_after(min(max(wait, 0.001), LONGEST_TICK)):
                 await self._changed.wait()
-            self._advance(*overdue(self._contacts, self.state, self._clock.now()))
+            now = self._clock.now()
+            self._advance(*overdue(telling(self._contacts, self.state, now), self.state, now))
             if until_idle and self._is_idle():
                 return
 
@@ -173,7 +175,7 @@ class Control:
             return Reply(fenced=True)
         if known is None or not known.present or events or known.disconnected_at is not None:
             events.append(NodeJoined(id=EventId(f"join/{node.id}/{node.incarnation}"), at=now, node=node))
-        self._contacts = heard(self._contacts, node.id, now)
+        self._hear(node.id, now)
         self._advance(*events)
         acked = self.state.nodes[node.id].acked
         return Reply(acked=acked, orders=orders_for(self.state, node.id, now))
@@ -228,7 +230,7 @@ class Control:
         if known is None or not known.present or known.node.incarnation != report.incarnation:
             return Reply(fenced=True)
         now = self._clock.now()
-        self._contacts = heard(self._contacts, report.node, now)
+        self._hear(report.node, now)
         self._beats[report.node] = report.beat
         events = [
             msgspec.structs.replace(
@@ -239,6 +241,9 @@ class Control:
         self._advance(*events)
         acked = self.state.nodes[report.node].acked
         return Reply(acked=acked, pushed=self._pushed.get(report.node, 0))
+
+    def _hear(self, node: NodeId, now: float) -> None:
+        self._contacts = heard(resumed(self._contacts, self.state, now), node, now)
 
     def _leave(self, leave: Leave) -> Reply:
         known = self.state.nodes.get(leave.node)

@@ -48,9 +48,11 @@ def _drain(state: State, now: Instant) -> DrainOrder | None:
 
 
 def _peers(state: State, node: NodeId) -> tuple[Peer, ...]:
+    """Whom `node` asks when it does not reach control: all that could replace it have a say, so the spares too."""
     if state.previous is None:
         return ()
-    known = (state.nodes.get(other) for other in state.previous.nodes if other != node)
+    others = dict.fromkeys((*state.previous.nodes, *state.spares()))
+    known = (state.nodes.get(other) for other in others if other != node)
     return tuple(
         Peer(node=k.node.id, address=Address(k.node.address, k.node.peer_port)) for k in known if k is not None
     )

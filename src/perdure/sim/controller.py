@@ -145,7 +145,9 @@ class ControlLife:
             for seen in observed
         ]
         self.advance(*events)
-        return Reply(acked=self.state.nodes[node].acked, pushed=self._pushed.get(node, 0))
+        # Without a stream nothing reaches the node: it must notice that the one it listens to is dead.
+        pushed = self._pushed.get(node, 0) if node in self.streams else self.state.version
+        return Reply(acked=self.state.nodes[node].acked, pushed=pushed)
 
     def leave(self, node: NodeId, life: Incarnation, reason: str) -> None:
         if self.knows(node, life):
@@ -191,6 +193,7 @@ class ControlLife:
             None if generation is None else (generation.phase, generation.store, generation.gone),
             state.draining,
             state.fit,
+            state.spares(),
         )
         if key == self._published:
             return

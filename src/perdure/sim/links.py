@@ -60,4 +60,8 @@ class Links:
         if not self.is_cut(source, target):
             do()
         elif self._rng.random() < 0.5:
-            self._held.append((source, target, do))
+            self.hold(source, target, do)
+
+    def hold(self, source: NodeId, target: NodeId, do: Callable[[], None]) -> None:
+        """Keep a message until a cut is mended."""
+        self._held.append((source, target, do))

@@ -88,6 +88,8 @@ class AgentLife:
         self.is_warm_at = now + self._draw(world.pace.fork_server)
         self.stream: int | None = None
         """The stream of orders that it listens to."""
+        self.is_behind = False
+        """Its stream has lost orders; only a beat, answered by control, will tell it so."""
         self.joined = False
         self.restart_after: Seconds | None = None
         """Somebody ended it on purpose, and starts it again after that."""

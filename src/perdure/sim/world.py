@@ -72,7 +72,7 @@ class World:
         self._steady: frozenset[NodeId] = frozenset()
         self._mirror = State()
         self.may_overlap: set[Incarnation] = set()
-        """Agents' lives that control called lost without being able to wait for their workers' end."""
+        """Agents' lives that control called lost because their connection was closed."""
         self._silent: set[NodeId] = set()
 
     def fail(self, rule: str, what: str) -> None:
@@ -109,7 +109,7 @@ class World:
         """Check what control has just written; end its life if it was to crash between writing and answering."""
         for record in records:
             self.checker.take(record)
-            self._note(record, before)
+            self._note(record)
         if self.scenario.check_each_step:
             self._check_replay(life)
         if self.crash_when_appended:
@@ -117,7 +117,7 @@ class World:
         elif any(isinstance(record, NodeJoined | NodeLost | NodeLeft) for record in records):
             self.links_changed()
 
-    def _note(self, record: LogRecord, before: State) -> None:
+    def _note(self, record: LogRecord) -> None:
         match record:
             case JobEnded():
                 self.ended = record
@@ -125,19 +125,11 @@ class World:
                 if record.connection_closed:
                     self.may_overlap.add(record.incarnation)
                 else:
-                    self._note_silence(record, before)
+                    self._silent.add(record.node)
             case NodeJoined():
                 self._silent.discard(record.node.id)
             case _:
                 pass
-
-    def _note_silence(self, lost: NodeLost, before: State) -> None:
-        """A majority that reaches each other but not control goes on: control cannot know (decision record 0004)."""
-        self._silent.add(lost.node)
-        members = before.previous.nodes if before.previous is not None else ()
-        silent = [node for node in members if node in self._silent]
-        if 2 * len(silent) > len(members):
-            self.may_overlap.update(before.nodes[node].node.incarnation for node in silent)
 
     def _check_replay(self, life: ControlLife) -> None:
         for record in self.log[self._mirror.version :]:
@@ -151,11 +143,19 @@ class World:
     def push(self, node: NodeId, stream: int, orders: Orders) -> None:
         agent = self.machines[_index(node)].agent
         if agent is not None:
-            delay = self.rng.uniform(*self.scenario.network.delay)
-            # A stream is TCP: nothing is lost in it, but in a cut it stands still, and is then too old to matter.
             self.agenda.after(
-                delay, lambda: None if self.links.is_cut(node, CONTROL) else agent.took_stream(stream, orders)
+                self.rng.uniform(*self.scenario.network.delay), lambda: self._pushed(agent, stream, orders)
             )
+
+    def _pushed(self, agent: AgentLife, stream: int, orders: Orders) -> None:
+        """A stream is TCP: in a cut it stands still, and goes on after it, unless one end has given up."""
+        if not self.links.is_cut(agent.id, CONTROL):
+            agent.took_stream(stream, orders)
+        elif self.rng.random() < 0.5:
+            self.links.hold(CONTROL, agent.id, lambda: agent.took_stream(stream, orders))
+        elif agent.stream == stream:
+            agent.is_behind = True
+            self.links_changed()
 
     # --- who hears whom ----------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class World:
         if agent is None or control is None or not agent.is_alive or not machine.is_up or agent.stream is None:
             return False
         is_open = control.streams.get(machine.id) == agent.stream and control.knows(machine.id, agent.life)
-        return is_open and not self.links.is_cut(machine.id, CONTROL)
+        return is_open and not agent.is_behind and not self.links.is_cut(machine.id, CONTROL)
 
     def _beats_end(self, machine: Machine) -> None:
         """The last beat that came through lies up to one interval back; its answer may have been lost."""
@@ -313,7 +313,7 @@ class World:
         def arrive() -> None:
             control = self.control
             if control is not None and agent.is_alive and agent.stream is None and control.knows(agent.id, agent.life):
-                agent.stream = stream
+                agent.stream, agent.is_behind = stream, False
                 control.open_stream(agent.id, agent.life, stream)
                 self.links_changed()
 
@@ -396,12 +396,25 @@ class World:
             for other in machine.workers:
                 if other.generation == new.generation or not other.is_alive or (other.blocked and other.killed):
                     continue
-                if not {other.life, new.life} & self.may_overlap:
+                if not any(self._may_overlap(life) for life in (other.life, new.life)):
                     what = (
                         f"rank {new.rank} of generation {new.generation} started on {new.node} while rank {other.rank}"
                         f" of generation {other.generation} was alive on {other.node}"
                     )
                     self.fail("two generations never run at once", what)
+
+    def _may_overlap(self, life: Incarnation) -> bool:
+        """Whether control could not wait for the end of this life's workers.
+
+        Its connection was closed; or those that control does not hear are a majority of all that it asks, reach each
+        other, and go on: neither side can know of the other (decision record 0004).
+        """
+        if life in self.may_overlap:
+            return True
+        agent = self._by_life[life]
+        peers = agent.state.orders.peers if agent.state.orders is not None else ()
+        asked = {agent.id, *(peer.node for peer in peers)}
+        return 2 * len(asked & self._silent) > len(asked)
 
     def _is_connected(self, nodes: list[NodeId]) -> bool:
         if self.links.is_whole:

@@ -5,6 +5,11 @@ to the agent (its parent) over descriptor N. It never touches CUDA, starts no th
 agent. It knows nothing of generations; it forks what it is asked to.
 """
 
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    sys.path[0] = "/dev/null"  # -m put the current folder there, and a random.py in it is the user's, not ours
+
 import argparse
 import array
 import gc
@@ -12,7 +17,6 @@ import json
 import os
 import select
 import socket
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

@@ -5,6 +5,7 @@ checkpoints are not here yet.
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
@@ -50,6 +51,7 @@ class Run:
         heartbeat = self._heartbeat
         heartbeat.tell_from(start)
         step = start
+        is_finalizing = sys.is_finalizing  # at Python's end the module's own names are gone before this generator is
         try:
             while stop is None or step < stop:
                 if heartbeat.stop_after != NEVER_STOP and step > heartbeat.stop_after:
@@ -59,7 +61,8 @@ class Run:
                 heartbeat.step_done(step)
                 step += 1
         finally:
-            heartbeat.set_phase(LoopPhase.DONE)
+            if not is_finalizing():
+                heartbeat.set_phase(LoopPhase.DONE)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

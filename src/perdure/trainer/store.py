@@ -4,11 +4,15 @@
 calls `bind` in a process that it has forked. Knows nothing of generations or ranks.
 """
 
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    sys.path[0] = "/dev/null"  # -m put the current folder there, and a random.py in it is the user's, not ours
+
 import json
 import os
 import signal
 import socket
-import sys
 from datetime import timedelta
 from typing import NoReturn
 

@@ -5,9 +5,13 @@ is a worker by plain spawn; a fork server calls `run_program` in a process that 
 milliseconds: no msgspec, no torch.
 """
 
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    sys.path[0] = "/dev/null"  # -m put the current folder there, and a random.py in it is the user's, not ours
+
 import builtins
 import os
-import sys
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -36,6 +40,27 @@ def set_first_path(kind: str, target: str) -> None:
         sys.path[0] = first_path(kind, target)
 
 
+def _forget_shadowed(folder: str) -> None:
+    """Let the program import its own `random` although ours has been imported already, as under plain Python.
+
+    What Python has built in or frozen comes before any folder, so it cannot be shadowed there either.
+    """
+    from importlib.machinery import PathFinder
+
+    at_start = {"encodings", "perdure", "__main__"}  # Python's own start-up, and what runs here
+    try:
+        own = {name.partition(".")[0] for name in os.listdir(folder)} - at_start
+    except OSError:  # an archive, or a folder that may not be read: importing from it will tell
+        return
+    for name in own & sys.modules.keys():
+        loaded = getattr(sys.modules[name].__spec__, "origin", None)
+        found = PathFinder.find_spec(name, [folder])
+        if loaded in (None, "built-in", "frozen") or found is None or found.origin in (None, loaded):
+            continue
+        for loaded_name in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
+            del sys.modules[loaded_name]
+
+
 def run_program(kind: str, target: str, args: Sequence[str]) -> None:
     """Run the program; what it raises comes out, for the interpreter to end by as always.
 
@@ -46,6 +71,7 @@ def run_program(kind: str, target: str, args: Sequence[str]) -> None:
     sys.argv[:] = [target if kind == SCRIPT else "-m", *args]
     sys.orig_argv[:] = [sys.executable, "-u", *(() if kind == SCRIPT else ("-m",)), target, *args]
     set_first_path(kind, target)
+    _forget_shadowed(sys.path[0])
     try:
         if kind == MODULE:
             _run_module(target, alter_argv=True)

@@ -1,4 +1,4 @@
-"""The result of one check of one subject: what was measured against what was expected, and where the limit came from."""
+"""The result of one check of one subject: measured against expected, and where the limit came from."""
 
 from enum import StrEnum
 

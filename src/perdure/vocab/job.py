@@ -27,7 +27,7 @@ class RecoveryRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StallRules(msgspec.Struct, frozen=True, kw_only=True):
-    """When silence is a stall. Source of the defaults: the project's design for restarts, and peers' per-phase limits."""
+    """When silence is a stall. Source of the defaults: the design for restarts, and peers' limits per phase."""
 
     start_up: Seconds = 600.0
     """From fork to the first sign of the loop."""

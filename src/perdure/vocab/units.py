@@ -1,6 +1,6 @@
 """Units, as types and as text.
 
-An `Instant` is seconds since the epoch on the clock of the process that wrote it; control's clock is the one in the log.
+An `Instant` is seconds since the epoch on the clock of the process that wrote it; in the log it is control's.
 """
 
 import re

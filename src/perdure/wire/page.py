@@ -1,4 +1,4 @@
-"""The agent's side of the heartbeat page: make it, clear a slot, read a slot. (`trainer.heartbeat` is the other side.)"""
+"""The agent's side of the heartbeat page: make it, clear a slot, read a slot (`trainer.heartbeat` is the other)."""
 
 import mmap
 import os

@@ -22,7 +22,7 @@ args = parser.parse_args()
 args.out.mkdir(parents=True, exist_ok=True)
 run = perdure.current_run()
 who = {"node": os.environ["PERDURE_NODE"], "generation": run.generation, "rank": run.rank, "pid": os.getpid()}
-who["restarts"] = run.restarts
+who |= {"restarts": run.restarts, "master": os.environ["MASTER_ADDR"]}
 with (args.out / f"{run.rank}-{os.getpid()}.jsonl").open("a", buffering=1) as trace:
     for step in run.steps(start=0, stop=args.steps):
         trace.write(json.dumps({**who, "step": step, "at": time.monotonic()}) + "\n")

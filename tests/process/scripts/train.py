@@ -23,7 +23,9 @@ parser.add_argument("--save-every", type=int, default=20)
 parser.add_argument("--untold", action="store_true", help="no run.steps: nothing is told")
 parser.add_argument("--raise-at", type=int, default=-1, help="rank 1 raises at this step, in every life")
 parser.add_argument("--raise-once-at", type=int, default=-1, help="rank 1 raises at this step, in the first life only")
-parser.add_argument("--hang-at", type=int, default=-1, help="rank 1 sleeps for ever at this step, in the first life only")
+parser.add_argument(
+    "--hang-at", type=int, default=-1, help="rank 1 sleeps for ever at this step, in the first life only"
+)
 args = parser.parse_args()
 
 dist.init_process_group("gloo")
