@@ -202,8 +202,8 @@ def environment(home: Path, env: dict[str, str] | None = None) -> dict[str, str]
 
 
 def perdure_words(*words: str) -> list[str]:
-    """The command line of `perdure WORDS…`."""
-    return [sys.executable, "-m", "perdure.cli.main", *words]
+    """The command line of `perdure WORDS…`. -P, as the installed command is entered: not by the current folder."""
+    return [sys.executable, "-P", "-m", "perdure.cli.main", *words]
 
 
 def perdure(

@@ -68,6 +68,7 @@ def worker_env(
         "TORCHELASTIC_RUN_ID": config.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(config.signals),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": given.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "PERDURE_GENERATION": str(orders.generation),
         "PERDURE_NODE": config.node,

@@ -19,7 +19,7 @@ from perdure.agent import decide
 from perdure.agent import state as facts
 from perdure.agent.config import AgentConfig
 from perdure.agent.link import ControlLink, JoinRefusedError
-from perdure.agent.progress import Progress, Work, seen, worked
+from perdure.agent.progress import Progress, Work, seen, wants_evidence, worked
 from perdure.agent.ranks import Ranks, RankTag, StoreTag
 from perdure.agent.standby import ForkServer
 from perdure.agent.state import (
@@ -36,7 +36,7 @@ from perdure.agent.state import (
     WorkerState,
 )
 from perdure.errors import AccessDeniedError, ConfigError, HostError, UntrustedError, WireError
-from perdure.host.proc import ProcessReading, incarnation, read_process, read_state
+from perdure.host.proc import ProcessReading, incarnation, read_process, read_stat
 from perdure.host.processes import Children, Ended, set_subreaper
 from perdure.vocab.event import ForkServerLost, NodeGathered, NodeReady, StartFailed, StoreLost
 from perdure.vocab.generation import Address
@@ -49,7 +49,6 @@ from perdure.wire.tokens import peer_token
 
 IDLE_POLL = 0.5
 """Seconds between looks at the clock while no worker runs here."""
-WORK_EVERY = 1.0
 PEER_TIMEOUT = 1.0
 FORK_SERVER_RETRY = 5.0
 SWEEP_TRIES, SWEEP_WAIT = 20, 0.01
@@ -171,13 +170,15 @@ class Agent:
 
     def _read_workers(self, now: float) -> None:
         for worker in self._state.alive():
-            letter = read_state(worker.pid) or "X"
+            stat = read_stat(worker.pid)
+            letter = stat.state if stat is not None else "X"
+            if stat is not None:
+                self._rss[worker.pid] = stat.rss
             progress = seen(worker.progress, self._page.read(worker.local_rank), letter, now)
-            if now - progress.work_read_at >= WORK_EVERY:
-                process = read_process(worker.pid)
+            if self._state.orders is not None and wants_evidence(progress, now, self._state.orders.stalls):
+                process = read_process(worker.pid)  # costs milliseconds where /proc lists no children (2026-11-30)
                 if process is not None:
                     progress = worked(progress, _work_of(process), now)
-                    self._rss[worker.pid] = process.rss
             self._state = facts.changed(self._state, worker, progress=progress, state_letter=letter)
 
     async def _follow_exits(self) -> None:

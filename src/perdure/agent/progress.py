@@ -96,6 +96,14 @@ def worked(progress: Progress, work: Work, now: Instant) -> Progress:
     return msgspec.structs.replace(progress, work=work, work_read_at=now, worked_at=worked_at)
 
 
+def wants_evidence(progress: Progress, now: Instant, rules: StallRules) -> bool:
+    """Whether the counters should be read now: only of a worker that has been silent for a good part of its limit."""
+    limit = limit_of(progress, rules)
+    if limit is None or now - progress.since < limit.quiet / 4:
+        return False
+    return now - progress.work_read_at >= max(0.25, limit.quiet / 8)
+
+
 def is_stopped(progress: Progress, now: Instant, rules: StallRules) -> bool:
     """Whether the worker has been in state T for long enough to act."""
     since = progress.stopped_since

@@ -15,7 +15,7 @@ from perdure.agent.loop import EXIT_UNAVAILABLE
 from perdure.agent.state import EXIT_FENCED
 from perdure.backends.local import YOUNG, Life, LocalMachine, Program
 from perdure.cli.control import EXIT_PORT_TAKEN
-from perdure.cli.home import JobDir, read_control
+from perdure.cli.home import JobDir, read_control, withdraw_control
 from perdure.cli.programs import AgentStart, ControlStart, argv_of
 from perdure.cli.request import NodeToStart, RunRequest
 from perdure.cli.terminal import Terminal
@@ -81,8 +81,9 @@ class Launcher:
                     for task in (self._machine.watch, self._take_signals, self._terminal.run):
                         group.start_soon(task)
                     await self._start()
-                    group.start_soon(self._follow)
-                    group.start_soon(self._show_progress)
+                    if self._channel is not None:
+                        group.start_soon(self._follow)
+                        group.start_soon(self._show_progress)
                     await self._done.wait()
                     await self._end()
                     group.cancel_scope.cancel()
@@ -97,6 +98,7 @@ class Launcher:
 
     async def _start(self) -> None:
         if self._bind is not None:
+            withdraw_control(self._job)  # of an earlier launcher that was killed; its control died with it
             self._machine.start(self._control_program(self._bind.port))
             await self._wait_for_control()
         if self._done.is_set():
@@ -188,7 +190,7 @@ class Launcher:
         if program.name == CONTROL:
             if life.exit_code in program.final_codes:
                 if self._ended is None:
-                    self._codes[CONTROL] = life.exit_code or 1
+                    self._codes[CONTROL] = EXIT_USAGE if life.exit_code == EXIT_USAGE else 1
                     self._done.set()
                 return None
             port = self._control.port if self._control is not None else 0

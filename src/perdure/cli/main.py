@@ -30,7 +30,7 @@ EXIT_FAILED, EXIT_USAGE = 1, 2
 OWN_PARSERS = {"run": run_verbs.run, "control": run_verbs.control}
 """Verbs whose words are torchrun's, which typer does not understand."""
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Keeps large-model training running.")
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Keeps large-model training running.")
 
 
 def version() -> str:
@@ -51,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except PerdureError as problem:
         print(f"perdure: {problem}", file=sys.stderr)
         sys.exit(EXIT_USAGE if isinstance(problem, ConfigError) else EXIT_FAILED)
+    except OSError as problem:
+        where = f" {problem.filename}" if problem.filename else ""
+        print(f"perdure: cannot use{where}: {(problem.strerror or str(problem)).lower()}", file=sys.stderr)
+        sys.exit(EXIT_FAILED)
     except KeyboardInterrupt:
         sys.exit(130)
 
