@@ -253,6 +253,9 @@ def running(
     try:
         yield job
         assert_no_traceback_of_ours(job.output)
+    except BaseException:
+        print(job.output)  # pytest shows it with the failure
+        raise
     finally:
         tree = [process.pid, *descendants(process.pid)] if process.poll() is None else []
         for pid in tree:

@@ -3,6 +3,7 @@
 They share the kernel, the clock, the process table and the boot id; nothing else of the network is shared.
 """
 
+import ipaddress
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from perdure.vocab.generation import Address
 from tests.process.jobs import LIMIT, POLL, SOURCE, Job, descendants, kill_quietly
 
 NET = "10.77.0"
@@ -91,22 +93,27 @@ class Machine:
             argv, cwd=self.folder, env=self.environ(env), capture_output=True, text=True, timeout=LIMIT
         )
 
-    def listening(self, port: int) -> set[str]:
-        """Local IPv4 addresses on which something listens at `port` there."""
+    def listening(self) -> set[Address]:
+        """Where something listens there, IPv4 and IPv6."""
         table = subprocess.run(
-            ["ip", "netns", "exec", self.space, "cat", "/proc/net/tcp"], capture_output=True, text=True, check=True
+            ["ip", "netns", "exec", self.space, "cat", "/proc/net/tcp", "/proc/net/tcp6"],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
-        rows = [line.split() for line in table.splitlines()[1:]]
+        rows = [line.split() for line in table.splitlines()]
         local = [row[1].split(":") for row in rows if row[3] == "0A"]
-        return {_dotted(host) for host, found in local if int(found, 16) == port}
+        return {Address(_readable(host), int(port, 16)) for host, port in local}
 
     def pids(self) -> list[int]:
         found = subprocess.run(["ip", "netns", "pids", self.space], capture_output=True, text=True, check=True)
         return [int(pid) for pid in found.stdout.split()]
 
 
-def _dotted(little_endian: str) -> str:
-    return ".".join(str(byte) for byte in reversed(bytes.fromhex(little_endian)))
+def _readable(host: str) -> str:
+    """An address as /proc/net/tcp writes it: words of 4 bytes in the order of this machine, which is little-endian."""
+    words = [bytes.fromhex(host[start : start + 8])[::-1] for start in range(0, len(host), 8)]
+    return str(ipaddress.ip_address(b"".join(words)))
 
 
 class Launched:

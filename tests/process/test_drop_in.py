@@ -35,8 +35,11 @@ print("err of", os.environ["RANK"], file=sys.stderr)
 """
 OURS = {"PERDURE_GENERATION", "PERDURE_NODE", "PERDURE_JOB", "PYTORCH_NVML_BASED_CUDA_CHECK"}
 """What we add; the last one keeps torch.cuda.is_available() from making a CUDA context before the fork."""
-DIFFERENT = {"MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "MASTER_ADDR"}
-"""Ports, paths and ids. torchrun --standalone names the host where we name its loopback address."""
+DIFFERENT = {
+    *("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "MASTER_ADDR"),
+    "TORCHELASTIC_MAX_RESTARTS",
+}
+"""Ports, paths and ids (torchrun --standalone names the host, we name its loopback address); and our default of 3."""
 
 
 def torchrun(folder: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -144,7 +147,7 @@ def test_program_that_is_not_python_runs_as_it_is(tmp_path: Path) -> None:
 
 LIBRARIES = """
 import json, multiprocessing, os, sys
-import random
+import argparse
 import helper
 
 def square(number):
@@ -155,7 +158,7 @@ if __name__ == "__main__":
     for method in ("spawn", "fork", "forkserver"):
         with multiprocessing.get_context(method).Pool(1) as pool:
             results.append(pool.map(square, [3]))
-    found = {"random": random.VALUE, "helper": helper.VALUE, "pools": results, "input": sys.stdin.read(),
+    found = {"argparse": argparse.VALUE, "helper": helper.VALUE, "pools": results, "input": sys.stdin.read(),
              "threads": os.environ.get("OMP_NUM_THREADS"), "local": os.environ["LOCAL_RANK"], "cwd": os.getcwd(),
              "devices": os.environ.get("CUDA_VISIBLE_DEVICES")}
     with open(f"found-{os.environ['RANK']}.json", "w") as file:
@@ -165,21 +168,31 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("words", [[], ["--no-fork-server"], ["--run-path"]])
 def test_folder_of_the_script_counts_as_under_python(tmp_path: Path, words: list[str]) -> None:
-    """Its own random.py is the one that is imported, by the script and not by us; pools find `__main__`."""
+    """Its own argparse.py is the one that is imported, by the script and not by us; pools find `__main__`."""
     folder = tmp_path / "a folder"
     folder.mkdir()
     (folder / "train.py").write_text(LIBRARIES)
-    (folder / "random.py").write_text("VALUE = 'mine'\n")
+    (folder / "argparse.py").write_text("VALUE = 'mine'\n")
     (folder / "helper.py").write_text("VALUE = 'here'\n")
     env = {"PET_NPROC_PER_NODE": "2", "CUDA_VISIBLE_DEVICES": "4,5"}
     done = perdure(folder, "run", *words, "--virtual-local-rank", str(folder / "train.py"), env=env)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         found = json.loads((folder / f"found-{rank}.json").read_text())
-        assert (found["random"], found["helper"], found["cwd"]) == ("mine", "here", str(folder))
+        assert (found["argparse"], found["helper"], found["cwd"]) == ("mine", "here", str(folder))
         assert found["pools"] == [[9], [9], [9]]
         assert found["input"] == ""  # torchrun's ranks share the terminal's input; ours have none
         assert (found["threads"], found["local"], found["devices"]) == ("1", "0", str(4 + rank))
+
+
+@pytest.mark.parametrize("words", [[], ["--no-fork-server"]])
+def test_module_named_like_one_of_pythons_is_the_scripts_own(tmp_path: Path, words: list[str]) -> None:
+    """Also where the folder of the script is the current one, and Perdure itself uses the module of that name."""
+    (tmp_path / "random.py").write_text("VALUE = 'mine'\n")
+    (tmp_path / "train.py").write_text("import random\nprint(random.VALUE, random.__name__)\n")
+    done = perdure(tmp_path, "run", *words, "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "mine random" in done.stdout
 
 
 def test_number_of_threads_is_left_alone_with_one_worker_or_where_the_user_says(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_first_node_leaves_and_the_other_becomes_rank_0(tmp_path: Path) -> None:
         first, stays = job.members()
         os.kill(launched[first].process.pid, signal.SIGTERM)
         job.wait_stepping(2)
-        launched[first].end()
+        assert launched[first].end() == 3, "incomplete, and not started again"
         assert job.members() == (stays,)
         assert job.actions() == ["Begin", "Shrink"]
         wait_until(lambda: any((t.node, t.rank, t.generation) == (stays, 0, 2) for t in ticks(out)))
@@ -71,7 +71,7 @@ def test_first_node_leaves_and_the_other_becomes_rank_0(tmp_path: Path) -> None:
 
 
 def test_cut_for_a_moment_is_a_pause_and_for_longer_a_fence(tmp_path: Path) -> None:
-    """RESTART.md case 13; pytorch pull 167302. The script talks to nobody, so only the fence can stop the cut-off one."""
+    """RESTART.md case 13; pytorch pull 167302. The script talks to nobody: only the fence can stop it."""
     out, nodes = tmp_path / "out", ("bob", "cyd", "dan")
     with machines(tmp_path, "ada", *nodes) as net:
         job, launched = start_job(

@@ -6,7 +6,7 @@ import sys
 import anyio
 
 from perdure.agent.loop import Agent
-from perdure.cli.programs import AgentStart, forget_token, read_start
+from perdure.cli.programs import AgentStart, forget_token, one_problem, read_start
 from perdure.errors import ConfigError, PerdureError
 from perdure.wire.channel import client_tls
 
@@ -15,7 +15,8 @@ def main() -> int:
     try:
         start = read_start(sys.argv[1:], AgentStart)
         forget_token()
-        return anyio.run(_run, start)
+        with one_problem():
+            return anyio.run(_run, start)
     except PerdureError as problem:
         print(f"perdure: {problem}", file=sys.stderr, flush=True)
         return 2 if isinstance(problem, ConfigError) else 1

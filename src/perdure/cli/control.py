@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 
 from perdure.cli.home import ControlFile, JobDir, publish_control, withdraw_control
-from perdure.cli.programs import ControlStart, forget_token, read_start
+from perdure.cli.programs import ControlStart, forget_token, one_problem, read_start
 from perdure.control.loop import Control
 from perdure.errors import ConfigError, HostError, PerdureError
 from perdure.host.clock import SteadyClock
@@ -32,7 +32,8 @@ def main() -> int:
     try:
         start = read_start(sys.argv[1:], ControlStart)
         forget_token()
-        return anyio.run(run_control, start)
+        with one_problem():
+            return anyio.run(run_control, start)
     except PerdureError as problem:
         print(f"perdure: {problem}", file=sys.stderr, flush=True)
         if isinstance(problem, HostError):

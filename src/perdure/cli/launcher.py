@@ -31,7 +31,7 @@ FOLLOW_WAIT = 5
 END_SECONDS = 8.0
 """From the job's end until this machine's agents are killed: clean-up never takes more than 10 s."""
 CONTROL_START = 30.0
-EXIT_USAGE = 2
+EXIT_USAGE, EXIT_INCOMPLETE = 2, 3
 AGENT_FINAL_CODES = frozenset({0, EXIT_USAGE, EXIT_UNAVAILABLE})
 MOST_EARLY_DEATHS = 20
 """An agent that dies so often within seconds of its start is not started again."""
@@ -197,13 +197,21 @@ class Launcher:
             return self._control_program(port)
         self._deaths[program.name] = self._deaths.get(program.name, 0) + 1 if life.seconds < YOUNG else 1
         hopeless = self._deaths[program.name] > MOST_EARLY_DEATHS
-        if life.exit_code not in program.final_codes and self._ended is None and not hopeless:
+        if self._is_leaving:
+            self._codes[program.name] = EXIT_INCOMPLETE
+        elif life.exit_code not in program.final_codes and self._ended is None and not hopeless:
             self._terminal.say(f"the agent of {program.name} ended ({_how(life)}); it is started again")
             return program
-        self._codes[program.name] = life.exit_code if life.exit_code is not None else 1
+        else:
+            self._codes[program.name] = life.exit_code if life.exit_code is not None else 1
         if all(node.name in self._codes for node in self._request.nodes):
             self._done.set()
         return None
+
+    @property
+    def _is_leaving(self) -> bool:
+        """This machine was told to leave a job that goes on elsewhere."""
+        return self._bind is None and self._stops > 0 and self._ended is None
 
     async def _follow(self) -> None:
         """Print the log as it grows; its end is the job's."""

@@ -3,6 +3,9 @@
 import os
 import re
 import shutil
+import sys
+import traceback
+import warnings
 from collections.abc import Mapping
 
 from perdure.cli.command_line import Values
@@ -45,6 +48,41 @@ def _check_script(path: str) -> None:
         raise ConfigError(f"the script {path}{where} is a folder; name a file in it, or use -m for a package")
     advice = " (a module is run by -m, another program by --no-python)"
     raise ConfigError(f"there is no script {path}{where}; check the path{advice}")
+
+
+def show_syntax_error(launch: Launch) -> bool:
+    """Whether the script has a syntax error, which is then shown: once, instead of by every rank."""
+    if launch.entry is not Entry.SCRIPT or not os.path.isfile(launch.target) or _is_archive(launch.target):
+        return False
+    try:
+        with open(launch.target, "rb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the workers give them
+            compile(file.read(), os.path.abspath(launch.target), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes
+        sys.stderr.write("".join(traceback.format_exception_only(error)))
+        sys.stderr.write(f"perdure: the script {launch.target} is no valid Python, so nothing was started\n")
+        return True
+    except OSError:
+        return False  # the workers will say it with their own words
+    return False
+
+
+def _is_archive(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) == b"PK"
+
+
+def check_log_dir(path: str) -> None:
+    """Raise ConfigError where --log-dir cannot be written to; "" is none."""
+    if not path or path == os.devnull:
+        return
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        why = "it is a file" if os.path.isfile(path) else (error.strerror or str(error)).lower()
+        raise ConfigError(f"the log directory {path} cannot be used: {why}; give another with --log-dir") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"the log directory {path} cannot be written to by this user; give another with --log-dir")
 
 
 def _check_program(target: str, environ: Mapping[str, str]) -> None:

@@ -5,6 +5,8 @@ The configuration comes by a descriptor, so that no token stands on a command li
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
@@ -57,3 +59,15 @@ def read_start(argv: list[str], kind: type[T]) -> T:
 def forget_token() -> None:
     """The token is for Perdure's own processes, not for the user's."""
     os.environ.pop("PERDURE_TOKEN", None)
+
+
+@contextmanager
+def one_problem() -> Iterator[None]:
+    """A task group wraps what its tasks raise; the user gets the first sentence."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None

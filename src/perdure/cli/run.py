@@ -3,8 +3,8 @@
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import anyio
 import msgspec
@@ -12,7 +12,8 @@ import msgspec
 from perdure.cli.control import run_control
 from perdure.cli.home import Home, JobDir, find_home, hold_lock, resolve_token
 from perdure.cli.launcher import Launcher, find_job
-from perdure.cli.programs import ControlStart
+from perdure.cli.program import check_log_dir, show_syntax_error
+from perdure.cli.programs import ControlStart, one_problem
 from perdure.cli.request import RunRequest
 from perdure.cli.timeouts import check_timeouts, explain_timeouts
 from perdure.cli.torchrun import HelpRequested, help_text, parse
@@ -32,6 +33,9 @@ def run(argv: Sequence[str], version: str) -> int:
     request = _understand(argv)
     if request is None:
         return 0
+    if show_syntax_error(request.launch):
+        return 1
+    check_log_dir(request.output.log_dir)
     home = find_home(os.environ)
     local_addresses = _local_addresses(request.endpoint)
     owner = request.runs_control(local_addresses)
@@ -59,7 +63,7 @@ def run(argv: Sequence[str], version: str) -> int:
             bind=bind,
             address=request.local_addr or _address_towards(request.endpoint, local=local),
         )
-        with _one_problem():
+        with one_problem():
             return anyio.run(launcher.run)
 
 
@@ -89,7 +93,8 @@ def control(argv: Sequence[str], version: str) -> int:
         print(
             f"perdure: control of job {job.id} at {request.endpoint}, state in {job.path}", file=sys.stderr, flush=True
         )
-        code = anyio.run(run_control, start)
+        with one_problem():
+            code = anyio.run(run_control, start)
         ended = _end_of(job)
     return ended.exit_code if ended is not None else code or 3
 
@@ -107,18 +112,6 @@ def _understand(argv: Sequence[str]) -> RunRequest | None:
         check_timeouts(request.job)
         return None
     return request
-
-
-@contextmanager
-def _one_problem() -> Iterator[None]:
-    """A task group wraps what its tasks raise; the user gets the first sentence."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None
 
 
 def _child_environ() -> dict[str, str]:

@@ -14,7 +14,7 @@ import msgspec
 from perdure.control.brain import next_deadline, step
 from perdure.control.hearing import resumed, telling
 from perdure.control.leases import Contacts, adopt, closed, connected, heard, next_loss, overdue
-from perdure.control.orders import orders_for
+from perdure.control.orders import basis, orders_for
 from perdure.control.state import State, event_id, fold
 from perdure.errors import EventLogError
 from perdure.playbook.parse import Catalogue
@@ -72,6 +72,8 @@ class Control:
         self._namesakes: dict[EventId, float] = {}
         """When a node first wanted to join in the place of one that is connected."""
         self._changed = anyio.Event()
+        self._reordered = anyio.Event()
+        self._shown: tuple[object, ...] = ()
         self.state = State()
         for record in self._records:
             self.state = fold(self.state, record)
@@ -111,6 +113,11 @@ class Control:
             self._append(records)
             self._changed.set()
             self._changed = anyio.Event()
+            now_shown = basis(self.state)
+            if now_shown != self._shown:
+                self._shown = now_shown
+                self._reordered.set()
+                self._reordered = anyio.Event()
         elif self._unwritten:
             self._append(())
 
@@ -286,7 +293,7 @@ class Control:
         sent: Orders | None = None
         try:
             while True:
-                changed = self._changed
+                changed = self._reordered
                 orders = orders_for(self.state, node, self._clock.now())
                 if sent is None or _meaning(orders) != _meaning(sent):
                     sent = orders

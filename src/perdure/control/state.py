@@ -115,7 +115,7 @@ class GenerationState(msgspec.Struct, frozen=True, kw_only=True):
     finished_by: EventId = EventId("")
     """The event that added the newest of `finished`."""
     gone: frozenset[NodeId] = frozenset()
-    """Members that went away after all their ranks had ended well: nobody runs those again in this generation."""
+    """Members that went away: their next life does not run their ranks again in this generation."""
     acks: tuple[DrainAcked, ...] = ()
 
     @property
@@ -280,8 +280,8 @@ def _fold_node(state: State, event: NodeJoined | NodeLost | NodeLeft | NodeDisco
         case NodeDisconnected() if known.node.incarnation == event.incarnation:
             return _with_node(state, known, disconnected_at=event.at)
         case NodeLost() | NodeLeft() if known.node.incarnation == event.incarnation and known.present:
-            state = _with_node(state, known, present=False, ready=False, disconnected_at=None)
-            return _ask(state, event) if _is_needed(state, event.node) else _without_finished(state, event.node)
+            state = _gone(_with_node(state, known, present=False, ready=False, disconnected_at=None), event.node)
+            return _ask(state, event) if _is_needed(state, event.node) else state
         case _:
             return state
 
@@ -295,8 +295,8 @@ def _is_needed(state: State, node: NodeId) -> bool:
     return member is not None and not set(member.ranks) <= generation.finished
 
 
-def _without_finished(state: State, node: NodeId) -> State:
-    """Note that a member whose ranks have ended well is gone, so that its next life does not start them again."""
+def _gone(state: State, node: NodeId) -> State:
+    """Note that a member is gone. It matters where no new generation follows: its ranks have finished, or all drain."""
     generation = state.generation
     if generation is None or generation.phase is Phase.ENDED or generation.assignment.member(node) is None:
         return state

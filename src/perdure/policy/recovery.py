@@ -24,6 +24,8 @@ from perdure.vocab.view import JobView
 
 CLIMB_AFTER = 3
 """Times that the same fault at the same rank and step is answered on one rung. Source: the design's ladder."""
+STOP_AFTER = 2 * CLIMB_AFTER
+"""Times after which going on cannot help, however long each takes: peers went through 44 identical cycles."""
 
 
 def recover(job: JobView, diagnosis: Diagnosis, now: Instant, rules: RecoveryRules) -> Decision:
@@ -62,6 +64,9 @@ def _must_stop(job: JobView, diagnosis: Diagnosis, now: Instant, rules: Recovery
         return f"{diagnosis.what}; it had been retried once already. {fault.action}"
     if fault.id == "worker.exception" and _times_seen(job, diagnosis, now, rules) >= 1:
         return f"{diagnosis.what}; the same exception at the same line and step came back after one retry"
+    times = _times_seen(job, diagnosis, now, rules) + 1
+    if diagnosis.step is not None and times >= STOP_AFTER:
+        return f"{diagnosis.what}; it is the {times}{_ordinal(times)} time at the same rank and step, and nothing has helped"
     if diagnosis.counts_as_restart:
         used = len(_restarts_in_window(job, now, rules))
         if used >= rules.max_restarts:

@@ -72,8 +72,10 @@ class Nemesis:
                 world.changed(worker)
                 world.agenda.after(fault.seconds, lambda: self._go_on(worker))
             case FaultKind.STALL_WORKER:
-                worker.stalled = True
-                world.changed(worker)
+                training = world.training(worker.generation)
+                if training is None or not training.finishing:  # after its loop a script has all the time that it wants
+                    worker.stalled = True
+                    world.changed(worker)
             case _:
                 worker.blocked = True
                 world.changed(worker)

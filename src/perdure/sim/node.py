@@ -116,8 +116,9 @@ class AgentLife:
     def tell(self, event: AnyEvent) -> None:
         self._seq += 1
         self._outbox.append((self._seq, event))
-        if self.joined and self._reporting_until <= self._world.agenda.now:
-            self._beat.set(self._world.agenda.now + A_MOMENT / 4)
+        when = max(self._world.agenda.now + A_MOMENT / 4, self._reporting_until)
+        if self.joined and (self._beat.when is None or self._beat.when > when):
+            self._beat.set(when)
 
     def keep_beating(self) -> None:
         """Have the next beat planned wherever beats are not taken for granted."""
@@ -216,9 +217,6 @@ class AgentLife:
 
     def take_orders(self, orders: Orders) -> None:
         self.state = facts.ordered(self.state, orders)
-        training = self._world.training(orders.generation)
-        if training is not None and orders.redo_until is not None:
-            training.watched = (orders.redo_until,)
         self.act()
 
     def fence(self, reason: str) -> None:
@@ -231,13 +229,8 @@ class AgentLife:
             now = self._world.agenda.now
             self.tell(NodeReady(id=facts.UNSENT, at=now, node=self.id, warm=True, seconds=1.0))
 
-    def observe(self) -> None:
-        """Read the heartbeat page and the processes, as the agent does all the time."""
-        if self.is_alive:
-            self._read()
-            self.act()
-
     def _read(self) -> None:
+        """Read the heartbeat page and the processes, as the agent does all the time."""
         now = self._world.agenda.now
         for known in self.state.alive():
             worker = self.workers[known.pid]
@@ -255,7 +248,7 @@ class AgentLife:
         memory = None
         if oom and number == facts.SIGKILL:
             memory = MemoryEvidence(by="cgroup", limit=2**30, usage=2**30, rss=2**29, line="oom_kill 1")
-        self._read()
+        self._read()  # the slot outlives the worker
         self.state, actions = decide.worker_ended(
             self.state,
             worker.pid,
@@ -297,6 +290,7 @@ class AgentLife:
             now = self._world.agenda.now
             if self._world.steady(self.id):
                 self.state = facts.answered(self.state, now - A_MOMENT)
+            self._read()
             self.state, actions = decide.act(self.state, now)
             if not actions:
                 break

@@ -363,6 +363,8 @@ class World:
             self.pid(), agent.id, agent.life, local_rank, member.ranks[local_rank], assignment.number
         )
         training = self._training_of(assignment)
+        if orders.redo_until is not None:
+            training.watched = (orders.redo_until,)
         self._check_overlap(worker)
         if worker.rank in training.workers:
             self.fail("a rank runs once", f"rank {worker.rank} of generation {worker.generation} was started twice")
@@ -425,7 +427,7 @@ class World:
     def _observe(self, number: GenerationNumber) -> None:
         training = self.trainings[number]
         for life in dict.fromkeys(worker.life for _, worker in sorted(training.workers.items())):
-            self._by_life[life].observe()
+            self._by_life[life].act()
 
     def signal(self, worker: Worker, number: int) -> None:
         if number == SIGKILL:
@@ -475,7 +477,7 @@ class World:
         training = self.trainings.get(worker.generation)
         if training is not None:
             training.update()
-        self._by_life[worker.life].observe()
+        self._by_life[worker.life].act()
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

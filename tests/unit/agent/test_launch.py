@@ -65,6 +65,7 @@ def test_worker_env_of_a_middle_node_names_its_place() -> None:
         "TORCHELASTIC_RUN_ID": "run",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": "/logs/error.json",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "PERDURE_GENERATION": "4",
         "PERDURE_NODE": "b",
