@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from perdure.vocab.generation import Address
@@ -45,20 +44,6 @@ def why_no_machines() -> str:
     ruled = subprocess.run(["ip", "netns", "exec", probe, "nft", CUT], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", probe], check=True)
     return "" if ruled.returncode == 0 else f"nft does not work here: {ruled.stderr.strip()}"
-
-
-class Tick(msgspec.Struct, frozen=True):
-    """A line of scripts/tick.py."""
-
-    node: str
-    generation: int
-    rank: int
-    pid: int
-    restarts: int
-    master: str
-    step: int
-    at: float
-    """CLOCK_MONOTONIC, which all these machines share."""
 
 
 class Machine:
@@ -254,12 +239,6 @@ class Machines:
             for pid in self[name].pids():
                 kill_quietly(pid, number)
 
-    def crash(self, name: str) -> None:
-        """All processes of the machine die; its kernel closes their connections."""
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in self[name].pids():
-                kill_quietly(pid, number)
-
 
 @contextmanager
 def machines(folder: Path, *names: str) -> Iterator[Machines]:
@@ -293,12 +272,6 @@ def start_job(
     head = net.start(control, "control", "--rdzv-id", "job", *meeting, *shape, *rules, *program, **env)
     launched = {name: net.start(name, "run", *meeting, *shape, *program, **env) for name in nodes}
     return head.job(), launched
-
-
-def ticks(out: Path) -> list[Tick]:
-    """What scripts/tick.py has written, in the order of time."""
-    lines = [line for file in out.glob("*.jsonl") for line in file.read_bytes().splitlines(keepends=True)]
-    return sorted((msgspec.json.decode(line, type=Tick) for line in lines if line.endswith(b"\n")), key=lambda t: t.at)
 
 
 def wait_until(what: Callable[[], bool], why: Callable[[], str] = str, *, seconds: float = LIMIT) -> None:

@@ -9,7 +9,8 @@ from perdure.store.eventlog import open_reader
 from perdure.vocab.decision import RestartWorkers
 from perdure.vocab.event import ControlStarted, JobEnded, NodeJoined, NodeLost, NodeReady, WorkerExited
 from tests.process.jobs import Job, kill_quietly, running, script
-from tests.process.machines import Machines, Tick, is_alive, machines, start_job, ticks, wait_until
+from tests.process.machines import Machines, is_alive, machines, start_job, wait_until
+from tests.process.ticks import Tick, ticks
 
 LEASE = 2.0
 SHORT_LEASE = ("--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=2")
@@ -170,7 +171,7 @@ def test_quick_leave_and_return_does_not_refill_the_restart_budget(tmp_path: Pat
     """RESTART.md case 4; pytorch issue 147064: leaving and coming back quickly bypassed --max-restarts."""
     with running(
         tmp_path,
-        *("--nnodes", "2", "--local-nodes", "2", "--nproc-per-node", "1", "--max-restarts", "2"),
+        *("--nnodes", "2", "--local-nodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--preload", "torch"),
         *(script("tick.py"), "--out", str(tmp_path / "out")),
     ) as job:
         job.wait_stepping(1)

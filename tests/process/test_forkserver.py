@@ -33,7 +33,8 @@ from perdure.wire.messages import (
     Launch,
     StoreRequest,
 )
-from perdure.wire.page import HeartbeatPage, SlotReading
+from perdure.wire.page import HeartbeatPage
+from perdure.wire.reading import SlotReading
 
 LIMIT = 90.0  # seconds after which a wait has failed; far above what anything here takes
 SOURCE = str(Path(perdure.__file__).parents[1])

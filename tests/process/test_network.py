@@ -8,7 +8,8 @@ from pathlib import Path
 
 from perdure.vocab.event import GenerationRunning, NodeFenced, NodeJoined, NodeLost, StartFailed
 from tests.process.jobs import Job, script
-from tests.process.machines import Launched, is_alive, machines, start_job, ticks, wait_until
+from tests.process.machines import Launched, is_alive, machines, start_job, wait_until
+from tests.process.ticks import ticks
 
 LEASE = 2.0
 SHORT_LEASE = ("--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=2")

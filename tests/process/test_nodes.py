@@ -35,6 +35,14 @@ def wait_ready_again(job: Job, node: str, lives: int) -> None:
     job.wait_event(NodeReady, lives, where=lambda e: e.node == node)
 
 
+def lose_node(job: Job, node: str) -> None:
+    """A node that is gone for longer than its grace; it comes back after that."""
+    lost = len(job.all(NodeLost))
+    with job.launcher_frozen():
+        job.kill_node(node)
+        job.wait_event(NodeLost, lost + 1)
+
+
 def spare_of(job: Job, nodes: int) -> str:
     """The node that was left over at the start; a slow machine may have come too late to be a member."""
     (spare,) = {f"node-{i}" for i in range(nodes)} - set(job.members())
@@ -48,7 +56,7 @@ def test_spare_takes_exactly_the_ranks_of_the_lost_node_which_comes_back_as_a_sp
         job.wait_stepping(1)
         first, second = job.members()
         spare = spare_of(job, 3)
-        job.kill_node(second)
+        lose_node(job, second)
         job.wait_stepping(2)
         assert ranks(job.generation().assignment) == {first: (0, 1), spare: (2, 3)}
         lost = job.all(NodeLost)
@@ -56,7 +64,7 @@ def test_spare_takes_exactly_the_ranks_of_the_lost_node_which_comes_back_as_a_sp
         assert lost[0].connection_closed
 
         wait_ready_again(job, second, 2)
-        job.kill_node(first)  # which hosted the store and rank 0
+        lose_node(job, first)  # which hosted the store and rank 0
         job.wait_stepping(3)
         assert ranks(job.generation().assignment) == {second: (0, 1), spare: (2, 3)}
         assert job.actions().count("ReplaceNode") == 2
@@ -75,7 +83,7 @@ def test_lost_nodes_that_rejoin_in_a_row_all_come_back(tmp_path: Path, losses: i
             for node, count in lives.items():
                 wait_ready_again(job, node, count)
             victim = job.members()[loss % 2]
-            job.kill_node(victim)
+            lose_node(job, victim)
             lives[victim] += 1
         job.wait_stepping(losses + 1)
         assert len(job.all(NodeLost)) == losses
@@ -91,7 +99,7 @@ def test_job_without_spare_is_held_and_resumes_when_the_node_is_back(tmp_path: P
         job.wait_stepping(1)
         before = ranks(job.generation().assignment)
         agent = job.agent("node-0")
-        job.kill_node("node-1")
+        lose_node(job, "node-1")
         job.wait_stepping(2)
         assert job.actions() == ["Begin", "Hold", "Begin"]
         assert ranks(job.generation().assignment) == before
@@ -170,7 +178,7 @@ def test_second_node_of_more_than_are_needed_takes_over_where_the_first_is_lost(
     with running(tmp_path, *words, *PLAIN, "--steps", "150") as job:
         job.wait_stepping(1)
         (member,), spare = job.members(), spare_of(job, 2)
-        job.kill_node(member)
+        lose_node(job, member)
         job.wait_stepping(2)
         taken = [a for d in job.decisions() for a in d.actions if isinstance(a, ReplaceNode)]
         assert (taken[0].lost, taken[0].spares) == ((member,), (spare,))

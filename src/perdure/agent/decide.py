@@ -53,7 +53,17 @@ def act(state: AgentState, now: Instant) -> tuple[AgentState, tuple[AgentAction,
     if state.exiting or state.orders is None:
         return state, ()
     actions: list[AgentAction] = []
-    for rule in (_fence_when_alone, _end_workers, _end_store, _start_store, _gather, _start, _drain, _tell_steps, _watch):
+    for rule in (
+        _fence_when_alone,
+        _end_workers,
+        _end_store,
+        _start_store,
+        _gather,
+        _start,
+        _drain,
+        _tell_steps,
+        _watch,
+    ):
         state, more = rule(state, now)
         actions.extend(more)
     state, more = _exit(state, now)
@@ -84,9 +94,7 @@ def _fence_when_alone(state: AgentState, now: Instant) -> Step:
     silent = now - max(state.contact, state.peers_ok)
     if silent > lease:
         reason = f"neither control nor a majority of its peers was reached for {show_duration(silent)}"
-        event = NodeFenced(
-            id=UNSENT, at=now, node=state.node, generation=state.orders.generation, silent_for=silent
-        )
+        event = NodeFenced(id=UNSENT, at=now, node=state.node, generation=state.orders.generation, silent_for=silent)
         return fence(state, reason), [Tell(event)]
     if now - state.contact > lease / 2 and now - state.peers_asked > lease / 5:
         return msgspec.structs.replace(state, peers_asked=now), [AskPeers()]

@@ -9,7 +9,7 @@ from perdure.policy.stalls import Limit, percentile, stall_limit
 from perdure.vocab.job import StallRules
 from perdure.vocab.units import Instant, Seconds
 from perdure.wire.layouts import NO_STEP, LoopPhase
-from perdure.wire.page import SlotReading
+from perdure.wire.reading import SlotReading
 
 STEPS_KEPT = 100
 PHASES_KEPT = 20

@@ -57,6 +57,8 @@ async def run_control(start: ControlStart) -> int:
             group.start_soon(_end_on_signal, group.cancel_scope)
             ca = tls.ca if tls is not None and context is not None else None
             publish_control(job, ControlFile(address=listener.address, pid=me.pid, incarnation=me, tls=ca))
+            if start.until_idle:
+                print(f"perdure: control of job {job.id} at {listener.address}, state in {job.path}", file=sys.stderr)
             await control.run(until_idle=start.until_idle)
             group.cancel_scope.cancel()
     finally:

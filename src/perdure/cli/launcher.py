@@ -21,17 +21,19 @@ from perdure.cli.request import NodeToStart, RunRequest
 from perdure.cli.terminal import Terminal
 from perdure.errors import AccessDeniedError, ConfigError, HostError, UntrustedError, WireError
 from perdure.host.processes import Children, set_subreaper
-from perdure.vocab.event import JobEnded
+from perdure.vocab.event import JobEnded, NodeRefused
 from perdure.vocab.generation import Address
 from perdure.wire.channel import Channel, RefusedError, client_tls
 from perdure.wire.messages import Pong, Progress, Records, Reply, Stop
 
 CONTROL = "control"
 FOLLOW_WAIT = 5
+FEW_RECORDS = 100
+"""An answer with fewer was the end of the log at that moment."""
 END_SECONDS = 8.0
 """From the job's end until this machine's agents are killed: clean-up never takes more than 10 s."""
 CONTROL_START = 30.0
-EXIT_USAGE, EXIT_INCOMPLETE = 2, 3
+EXIT_FAILED, EXIT_USAGE, EXIT_INCOMPLETE = 1, 2, 3
 AGENT_FINAL_CODES = frozenset({0, EXIT_USAGE, EXIT_UNAVAILABLE})
 MOST_EARLY_DEATHS = 20
 """An agent that dies so often within seconds of its start is not started again."""
@@ -215,7 +217,7 @@ class Launcher:
 
     async def _follow(self) -> None:
         """Print the log as it grows; its end is the job's."""
-        after = 0
+        after, is_history = 0, self._bind is None
         while True:
             try:
                 path = f"/v1/records?after={after}&wait={FOLLOW_WAIT}"
@@ -226,11 +228,16 @@ class Launcher:
                 continue
             after = found.last
             for record in found.records:
-                self._terminal.tell(record)
+                # Elsewhere's past, and its refusals (ours the agent tells), are for those who were there.
+                if is_history or (self._bind is None and isinstance(record, NodeRefused)):
+                    self._terminal.remember(record)
+                else:
+                    self._terminal.tell(record)
                 if isinstance(record, JobEnded):
                     self._ended = record
                     self._machine.stop_restarting()
                     self._done.set()
+            is_history = is_history and len(found.records) > FEW_RECORDS
 
     async def _show_progress(self) -> None:
         while self._terminal.is_live:
@@ -277,7 +284,7 @@ class Launcher:
         """The agents have heard of the end from control; whoever is still there after a while is killed."""
         self._machine.stop_restarting()
         with anyio.move_on_after(1.0):  # the agents may have heard of the end before the log was read here
-            while CONTROL in self._machine.running:
+            while CONTROL in self._machine.running or (self._bind is None and 0 in self._codes.values()):
                 if self._ended is not None:
                     break
                 await anyio.sleep(0.02)
@@ -300,7 +307,8 @@ class Launcher:
     def _exit_code(self) -> int:
         if self._ended is not None:
             return self._ended.exit_code
-        return max(self._codes.values(), default=1)
+        worst = max(self._codes.values(), default=EXIT_FAILED)
+        return EXIT_FAILED if worst == EXIT_UNAVAILABLE else worst
 
 
 async def find_job(address: Address, token: str, ca: str | None, seconds: float) -> Pong | None:

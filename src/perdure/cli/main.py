@@ -30,7 +30,12 @@ EXIT_FAILED, EXIT_USAGE = 1, 2
 OWN_PARSERS = {"run": run_verbs.run, "control": run_verbs.control}
 """Verbs whose words are torchrun's, which typer does not understand."""
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Keeps large-model training running.")
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Keeps large-model training running.",
+)
 
 
 def version() -> str:

@@ -76,7 +76,9 @@ def control(argv: Sequence[str], version: str) -> int:
         raise ConfigError("perdure control needs --rdzv-endpoint HOST:PORT, at which the nodes will find it")
     home = find_home(os.environ)
     job = home.job_dir(request.job.id)
-    token = resolve_token(home, job, os.environ, local=request.is_local(_local_addresses(request.endpoint)))
+    # No node starts here, so only a loopback endpoint keeps the job on this machine.
+    alone = msgspec.structs.replace(request, nodes=())
+    token = resolve_token(home, job, os.environ, local=alone.is_local(_local_addresses(request.endpoint)))
     bind = _bind_address(request.endpoint)
     start = ControlStart(
         spec=request.job,
@@ -90,11 +92,7 @@ def control(argv: Sequence[str], version: str) -> int:
     )
     with hold_lock(job):
         _put_away_old_log(job)
-        print(
-            f"perdure: control of job {job.id} at {request.endpoint}, state in {job.path}", file=sys.stderr, flush=True
-        )
-        with one_problem():
-            code = anyio.run(run_control, start)
+        code = anyio.run(run_control, start)
         ended = _end_of(job)
     return ended.exit_code if ended is not None else code or 3
 
@@ -232,7 +230,8 @@ def _put_away_old_log(job: JobDir) -> str | None:
     if ended is None:
         return None
     if ended.exit_code == 0:
-        return f"job {job.id} has finished already ({ended.reason}); give a new job another --rdzv-id, or remove {job.path}"
+        advice = f"give a new job another --rdzv-id, or remove {job.path}"
+        return f"job {job.id} has finished already ({ended.reason}); {advice}"
     number = 1
     while (kept := job.path / f"events-{number}.db").exists():
         number += 1

@@ -112,6 +112,11 @@ class Terminal:
         else:
             self._write(f"perdure: {text}")
 
+    def remember(self, record: LogRecord) -> None:
+        """A record that is not shown, but counts in what is."""
+        self._records.append(record)
+        self._story.tell(record)
+
     def tell(self, record: LogRecord) -> None:
         """One more record of the log."""
         self._records.append(record)

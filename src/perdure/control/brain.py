@@ -164,7 +164,9 @@ def _hold(state: State, spec: JobSpec, now: Instant) -> tuple[LogRecord, ...]:
         return _begin(state, spec, nodes, now, answers, f"{len(nodes)} nodes are there again")
     if now >= state.hold.until:
         lacking = spec.min_nodes - len(nodes)
-        reason = f"the job was held for {show_duration(spec.rules.hold)} (--hold), and {lacking} node(s) are still missing"
+        reason = (
+            f"the job was held for {show_duration(spec.rules.hold)} (--hold), and {lacking} node(s) are still missing"
+        )
         return _end_by_deadline(state, now, "hold", reason)
     return ()
 
@@ -324,7 +326,11 @@ def _drain(state: State, now: Instant) -> tuple[LogRecord, ...]:
         return _end_stopped(now, f"stopped by {request.by}")  # no worker runs that has something to save
     done = _ended_ranks(state, generation)
     if len(done) >= generation.assignment.world_size or now >= until:
-        how = "all workers have ended" if now < until else f"{show_duration(request.grace)} were over (--shutdown-timeout)"
+        how = (
+            "all workers have ended"
+            if now < until
+            else f"{show_duration(request.grace)} were over (--shutdown-timeout)"
+        )
         return _end_stopped(now, f"stopped by {request.by}; {how}")
     if order is None:
         ask = Drain(id=ActionId(f"1-{generation.number}-drain"), until=until, signal=request.signal)
@@ -359,7 +365,8 @@ def _name_stop(
         because = f"all ranks tell their steps, so all end after step {last}"
     else:
         order = Drain(id=identity, until=until, signal=request.signal, forward=True)
-        because = "not all scripts tell their steps, so the signal goes to the workers"
+        why = f"{', '.join(sorted(silent))} has not answered" if silent else "the script does not tell its steps"
+        because = f"{why}, so the signal goes to the workers"
     return *records, Decision(at=now, answers=answers, because=because, actions=(order,))
 
 

@@ -5,6 +5,7 @@ It knows no leases (`control.leases`: silence is not an event until somebody cal
 """
 
 from collections.abc import Iterable, Mapping
+from typing import assert_never
 
 import msgspec
 
@@ -274,9 +275,7 @@ def _fold_node(state: State, event: NodeJoined | NodeLost | NodeLeft | NodeDisco
         return state
     match event:
         case NodeReady():
-            return _with_node(
-                state, known, ready=True, ready_at=event.at, came=event.id, came_version=state.version
-            )
+            return _with_node(state, known, ready=True, ready_at=event.at, came=event.id, came_version=state.version)
         case NodeDisconnected() if known.node.incarnation == event.incarnation:
             return _with_node(state, known, disconnected_at=event.at)
         case NodeLost() | NodeLeft() if known.node.incarnation == event.incarnation and known.present:
@@ -327,52 +326,55 @@ GenerationEvent = (
 )
 
 
+MemberEvent = NodeGathered | WorkersStarted | StepsBegun | CaughtUp | SavePassed | WorkerExited | DrainAcked
+
+
 def _fold_generation(state: State, event: GenerationEvent) -> State:
     state = _raise_high_step(state, event)
     generation = state.generation
-    if isinstance(event, WorkerUnkillable):
+    if isinstance(event, WorkerUnkillable):  # it says something of the node, whatever that does now
         return _ask(state, event) if state.ended is None and event.node in state.fit else state
     if generation is None or event.generation != generation.number or generation.phase is Phase.ENDED:
         return state  # fencing: what an earlier generation still says is history
-    if not isinstance(event, GenerationRunning) and generation.assignment.member(event.node) is None:
+    if isinstance(event, GenerationRunning):
+        return _move_generation(state, Move.STARTED)
+    if generation.assignment.member(event.node) is None:
         return state
+    if isinstance(event, StoreLost) and generation.finished:
+        return state  # the end is near; who still needs the store will fail, and that is answered
+    if isinstance(event, WorkerExited) and event.exit_code != 0:
+        return _ask(state, event)
+    if isinstance(event, WorkerStopped | WorkerStalled | StoreLost | StartFailed):
+        return _ask(state, event)
+    if isinstance(event, SavePassed):
+        state = msgspec.structs.replace(state, tells_saves=True)
+    return msgspec.structs.replace(state, generation=_told(generation, event, state.version))
+
+
+def _told(generation: GenerationState, event: MemberEvent, version: int) -> GenerationState:
+    """The generation after what a member said of its course."""
+    replace = msgspec.structs.replace
     match event:
         case NodeGathered():
-            generation = msgspec.structs.replace(
-                generation, gathered=generation.gathered | {event.node}, store=event.store or generation.store
-            )
-            return msgspec.structs.replace(state, generation=_advance(generation))
+            gathered = generation.gathered | {event.node}
+            return _advance(replace(generation, gathered=gathered, store=event.store or generation.store))
         case WorkersStarted():
-            started = msgspec.structs.replace(generation, started=generation.started | {event.node})
-            return msgspec.structs.replace(state, generation=started)
-        case GenerationRunning():
-            return _move_generation(state, Move.STARTED)
+            return replace(generation, started=generation.started | {event.node})
         case StepsBegun():
-            changed = msgspec.structs.replace(
-                generation,
-                begun=generation.begun | {event.node},
-                begun_by=event.id,
-                begun_version=state.version,
-            )
-            return msgspec.structs.replace(state, generation=changed)
+            begun = generation.begun | {event.node}
+            return replace(generation, begun=begun, begun_by=event.id, begun_version=version)
         case SavePassed():
             if generation.saved_at is None or event.at - generation.saved_at >= SAVE_ROUND:
-                generation = msgspec.structs.replace(generation, saved_at=event.at, saved_by=event.id)
-            return msgspec.structs.replace(state, generation=generation, tells_saves=True)
-        case WorkerExited(exit_code=0):
-            changed = msgspec.structs.replace(
-                generation, finished=generation.finished | {event.rank}, finished_by=event.id
-            )
-            return msgspec.structs.replace(state, generation=changed)
+                return replace(generation, saved_at=event.at, saved_by=event.id)
+            return generation
+        case WorkerExited():
+            return replace(generation, finished=generation.finished | {event.rank}, finished_by=event.id)
         case DrainAcked():
-            changed = msgspec.structs.replace(generation, acks=(*generation.acks, event))
-            return msgspec.structs.replace(state, generation=changed)
+            return replace(generation, acks=(*generation.acks, event))
         case CaughtUp():
-            return state
-        case StoreLost() if generation.finished:
-            return state  # the end is near; who still needs the store will fail, and that is answered
+            return generation
         case _:
-            return _ask(state, event)
+            assert_never(event)
 
 
 def _advance(generation: GenerationState) -> GenerationState:
@@ -423,9 +425,7 @@ def _fold_decision(state: State, decision: Decision) -> State:
         state = msgspec.structs.replace(state, past=(*state.past, past)[-PAST_KEPT:])
         if diagnosis.counts_as_restart:
             state = msgspec.structs.replace(state, restarts=(*state.restarts, decision.at)[-PAST_KEPT:])
-    state = msgspec.structs.replace(
-        state, unanswered=tuple(e for e in state.unanswered if e.id != decision.answers)
-    )
+    state = msgspec.structs.replace(state, unanswered=tuple(e for e in state.unanswered if e.id != decision.answers))
     for action in decision.actions:
         match action:
             case RestartWorkers() | ReplaceNode() | Shrink() | Grow() | Begin():
@@ -440,9 +440,7 @@ def _fold_decision(state: State, decision: Decision) -> State:
                     state = _with_node(state, known, condition=NodeCondition.QUARANTINED)
             case Drain():
                 assert state.draining is not None
-                state = msgspec.structs.replace(
-                    state, draining=msgspec.structs.replace(state.draining, order=action)
-                )
+                state = msgspec.structs.replace(state, draining=msgspec.structs.replace(state.draining, order=action))
             case _:
                 pass  # GiveUp and Finish are followed by JobEnded; the others leave no trace here
     return state

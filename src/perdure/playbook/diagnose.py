@@ -61,7 +61,10 @@ def _worker_exited(event: WorkerExited, catalogue: Catalogue) -> Diagnosis:
     step = "" if event.step is None else f" after step {event.step}"
     if event.memory is not None:
         return _of_worker(
-            event, catalogue, "worker.out-of-memory", f"{where} was killed for lack of memory{step}: {_figures(event.memory)}"
+            event,
+            catalogue,
+            "worker.out-of-memory",
+            f"{where} was killed for lack of memory{step}: {_figures(event.memory)}",
         )
     if event.error is not None:
         error = event.error
@@ -91,10 +94,10 @@ def _of_worker(
         evidence=(event.id,),
         confidence=0.6 if fault == "worker.peer-lost" else 1.0,
         what=what,
-        # An exception is the same again wherever it is raised: all ranks run one script. Anything else belongs to its rank.
+        # An exception is the same again wherever it is raised: all ranks run one script. All else belongs to its rank.
         fingerprint=f"{fault} {mark} step {event.step}" + ("" if event.error else f" rank {event.rank}"),
         counts_as_restart=True,
-        exit_code=event.exit_code if event.exit_code else 128 + (event.signal or 0) if event.signal else 1,
+        exit_code=event.exit_code or (128 + event.signal if event.signal else 1),
         detail=detail or event.log_tail,
     )
 

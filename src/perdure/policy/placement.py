@@ -22,9 +22,7 @@ def again(number: GenerationNumber, before: Assignment) -> Assignment:
 
 def replace_nodes(number: GenerationNumber, before: Assignment, by: Mapping[NodeId, NodeId]) -> Assignment:
     """Each node of `by` gives its ranks to the node that it maps to; everyone else keeps theirs."""
-    members = tuple(
-        Member(node=by.get(m.node, m.node), first_rank=m.first_rank, count=m.count) for m in before.members
-    )
+    members = tuple(Member(node=by.get(m.node, m.node), first_rank=m.first_rank, count=m.count) for m in before.members)
     return Assignment(number=number, members=members, store_host=members[0].node)
 
 
@@ -35,7 +33,9 @@ def resize(number: GenerationNumber, before: Assignment, nodes: Sequence[NodeId]
     return assign(number, [*staying, *joining], workers_per_node)
 
 
-def with_nodes(number: GenerationNumber, before: Assignment, nodes: Sequence[NodeId], workers_per_node: int) -> Assignment:
+def with_nodes(
+    number: GenerationNumber, before: Assignment, nodes: Sequence[NodeId], workers_per_node: int
+) -> Assignment:
     """`nodes` only. While the world keeps its size everyone keeps their ranks, and newcomers take the lost ones'."""
     if len(nodes) != len(before.members):
         return resize(number, before, nodes, workers_per_node)

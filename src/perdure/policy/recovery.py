@@ -35,7 +35,9 @@ def recover(job: JobView, diagnosis: Diagnosis, now: Instant, rules: RecoveryRul
     """
     reason = _must_stop(job, diagnosis, now, rules)
     if reason is not None:
-        return _decide(diagnosis, now, reason, GiveUp(id=_id(job, diagnosis), exit_code=diagnosis.exit_code, reason=reason))
+        return _decide(
+            diagnosis, now, reason, GiveUp(id=_id(job, diagnosis), exit_code=diagnosis.exit_code, reason=reason)
+        )
     if diagnosis.fault.scope is Scope.NODE:
         return without_nodes(job, diagnosis, now, rules)
     assert job.assignment is not None
@@ -45,12 +47,13 @@ def recover(job: JobView, diagnosis: Diagnosis, now: Instant, rules: RecoveryRul
         return without_nodes(job, diagnosis, now, rules)
     if seen + 1 >= CLIMB_AFTER and job.spares and diagnosis.node in job.assignment.nodes:
         return _climb_to_replacement(job, diagnosis, now, seen + 1)
+    title = diagnosis.fault.title.lower()
     used = len(_restarts_in_window(job, now, rules)) + (1 if diagnosis.counts_as_restart else 0)
     budget = f"restart {used} of {rules.max_restarts}" if diagnosis.counts_as_restart else "not counted as a restart"
     return _decide(
         diagnosis,
         now,
-        f"{diagnosis.fault.title.lower()}; all nodes are fit, so all workers start anew from the fork servers ({budget})",
+        f"{title}; all nodes are fit, so all workers start anew from the fork servers ({budget})",
         RestartWorkers(id=_id(job, diagnosis), assignment=placement.again(job.next_number, job.assignment)),
     )
 
@@ -66,13 +69,14 @@ def _must_stop(job: JobView, diagnosis: Diagnosis, now: Instant, rules: Recovery
         return f"{diagnosis.what}; the same exception at the same line and step came back after one retry"
     times = _times_seen(job, diagnosis, now, rules) + 1
     if diagnosis.step is not None and times >= STOP_AFTER:
-        return f"{diagnosis.what}; it is the {times}{_ordinal(times)} time at the same rank and step, and nothing has helped"
+        which = f"{times}{_ordinal(times)}"
+        return f"{diagnosis.what}; it is the {which} time at the same rank and step, and nothing has helped"
     if diagnosis.counts_as_restart:
         used = len(_restarts_in_window(job, now, rules))
         if used >= rules.max_restarts:
             return (
-                f"{diagnosis.what}; {used} of {rules.max_restarts} restarts in {show_duration(rules.restart_window)} are used up"
-                " (--max-restarts, --restart-window)"
+                f"{diagnosis.what}; {used} of {rules.max_restarts} restarts in {show_duration(rules.restart_window)}"
+                " are used up (--max-restarts, --restart-window)"
             )
     return None
 

@@ -14,7 +14,7 @@ PHASE_FLOOR: Seconds = 60.0
 """Least learned limit of a checkpoint or an evaluation: storage is uneven."""
 LEARN_PHASE_AFTER = 3
 WORK_FACTOR = 5.0
-"""With evidence of work (CPU, I/O, faults) a learned limit is stretched: better a slow page-in waited for than a kill."""
+"""With evidence of work (CPU, I/O, faults) a learned limit is stretched: better wait for a slow page-in than kill."""
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):

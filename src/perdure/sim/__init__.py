@@ -1,1 +1,1 @@
-"""The same brain on a made-up cluster in made-up time. It knows control and agents; it knows no real process or clock."""
+"""The same brain on a made-up cluster in made-up time. Knows control and agents, but no real process and no clock."""

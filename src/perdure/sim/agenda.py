@@ -1,4 +1,4 @@
-"""Virtual time: what happens when. Things planned for the same moment happen in the order in which they were planned."""
+"""Virtual time: what happens when. What is planned for one moment happens in the order in which it was planned."""
 
 import heapq
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What must hold in every event log, of a simulation and of real processes alike. Pure; it knows records, nothing else."""
+"""What must hold in every event log, of a simulation and of real processes alike. Pure; it knows records only."""
 
 from collections.abc import Iterable
 
@@ -34,9 +34,7 @@ _FAULTS = (
     | e.NodeLost
     | e.NodeLeft
 )
-_PLAIN = (
-    e.StopRequested | e.DrainAcked | e.NodeJoined | e.NodeReady | e.SavePassed | e.StepsBegun | e.TimePassed
-)
+_PLAIN = e.StopRequested | e.DrainAcked | e.NodeJoined | e.NodeReady | e.SavePassed | e.StepsBegun | e.TimePassed
 """What may be answered without a diagnosis: a user, nodes that come, a moment to grow, a deadline."""
 
 

@@ -1,6 +1,6 @@
 """A made-up life of control: what `control.loop` does with sockets and time, done with messages and virtual time.
 
-It drives the real `control.brain`, `leases` and `orders`; which messages come, and when, is the world's business.
+It drives the real `control.brain`, `leases`, `hearing` and `orders`; which messages come is the world's business.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,7 +10,8 @@ import msgspec
 
 from perdure.control import leases
 from perdure.control.brain import next_deadline
-from perdure.control.orders import orders_for
+from perdure.control.hearing import resumed, telling
+from perdure.control.orders import basis, orders_for
 from perdure.control.state import State, event_id, replay
 from perdure.ports import LogRecord
 from perdure.sim.agenda import Agenda, Alarm
@@ -87,15 +88,31 @@ class ControlLife:
             self.set_alarm()
 
     def set_alarm(self) -> None:
-        """Plan the next deadline."""
-        times = (next_deadline(self.state, self._world.agenda.now), leases.next_loss(self._unsteady(), self.state))
+        """Plan the next deadline. (The real loop also looks every second.)"""
+        state, now = self.state, self._world.agenda.now
+        times = [next_deadline(state, now), leases.next_loss(self._counting(), state)]
+        if state.spec is not None and self.contacts:
+            newest = max(contact.heard_at for contact in self._fresh().values())
+            give_up_waiting = newest + state.spec.rules.hold + 0.001
+            times.append(give_up_waiting if newest < now < give_up_waiting else None)
         self._alarm.set(min((t for t in times if t is not None), default=None))
 
-    def _unsteady(self) -> leases.Contacts:
-        return {node: c for node, c in self.contacts.items() if not self._world.steady(node)}
+    def _fresh(self) -> leases.Contacts:
+        """The contacts, with the beats that are taken for granted."""
+        now, steady = self._world.agenda.now, self._world.steady
+        return {node: leases.Contact(heard_at=now) if steady(node) else c for node, c in self.contacts.items()}
+
+    def _counting(self) -> leases.Contacts:
+        """The contacts of those that may have to be called lost."""
+        counting = telling(self._fresh(), self.state, self._world.agenda.now)
+        return {node: contact for node, contact in counting.items() if not self._world.steady(node)}
 
     def _tick(self) -> None:
-        self.advance(*leases.overdue(self._unsteady(), self.state, self._world.agenda.now))
+        self.advance(*leases.overdue(self._counting(), self.state, self._world.agenda.now))
+
+    def _hear(self, node: NodeId) -> None:
+        now = self._world.agenda.now
+        self.contacts = leases.heard(resumed(self._fresh(), self.state, now), node, now)
 
     def end(self) -> None:
         self.is_alive = False
@@ -131,7 +148,7 @@ class ControlLife:
         elif known.disconnected_at is not None:
             again = EventId(f"join/{node.id}/{node.incarnation}/{self.state.version}")
             events.append(NodeJoined(id=again, at=now, node=node))
-        self.contacts = leases.heard(self.contacts, node.id, now)
+        self._hear(node.id)
         self.advance(*events)
         return Reply(acked=self.state.nodes[node.id].acked, orders=orders_for(self.state, node.id, now))
 
@@ -139,7 +156,7 @@ class ControlLife:
         if not self.knows(node, life):
             return Reply(fenced=True)
         now = self._world.agenda.now
-        self.contacts = leases.heard(self.contacts, node, now)
+        self._hear(node)
         events = [
             msgspec.structs.replace(seen.event, id=event_id(node, life, seen.seq), at=max(0.0, now - seen.age))
             for seen in observed
@@ -186,15 +203,7 @@ class ControlLife:
     def _publish(self) -> None:
         """Push to each stream what has changed for its node."""
         state = self.state
-        generation = state.generation
-        key = (
-            state.ended,
-            state.number,
-            None if generation is None else (generation.phase, generation.store, generation.gone),
-            state.draining,
-            state.fit,
-            state.spares(),
-        )
+        key = basis(state)
         if key == self._published:
             return
         self._published = key

@@ -96,8 +96,6 @@ def draw(rates: Rates, nodes: int, duration: Seconds, rng: random.Random) -> tup
         while at < duration:
             low, high = rates.repair if kind is FaultKind.LOSE_NODE else rates.pause
             which = (rng.randrange(nodes),)
-            found.append(
-                PlannedFault(at=at, kind=kind, pick=rng.random(), nodes=which, seconds=rng.uniform(low, high))
-            )
+            found.append(PlannedFault(at=at, kind=kind, pick=rng.random(), nodes=which, seconds=rng.uniform(low, high)))
             at += rng.expovariate(1.0 / mean)
     return tuple(sorted(found, key=lambda fault: fault.at))

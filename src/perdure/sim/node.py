@@ -4,7 +4,7 @@ It drives the real `agent.state` and `agent.decide`; processes, peers and the wa
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -43,12 +43,17 @@ REPLY_TIMEOUT = 1.0
 STREAM_LAG = 1.0
 
 
+Actor = Callable[[AgentState, Instant], tuple[AgentState, tuple[AgentAction, ...]]]
+"""`decide.act`, or a broken one that the checks must catch."""
+
+
 class Surroundings(Protocol):
     """What an agent reaches of the world. Everything that goes to control may be lost; answers come by method calls."""
 
     agenda: Agenda
     rng: random.Random
     pace: Pace
+    decide: Actor
 
     def send_join(self, agent: "AgentLife", node: Node) -> None: ...
 
@@ -107,7 +112,7 @@ class AgentLife:
     def _draw(self, span: Span) -> Seconds:
         return self._world.rng.uniform(*span)
 
-    def _later(self, seconds: Seconds, do: "Callback") -> None:
+    def _later(self, seconds: Seconds, do: Callable[[], None]) -> None:
         """`do` after `seconds`, if this life still lasts."""
         self._world.agenda.after(seconds, lambda: do() if self.is_alive else None)
 
@@ -274,9 +279,7 @@ class AgentLife:
         if not store.ending and self.state.fenced is None:
             now = self._world.agenda.now
             generation = store.generation
-            self.tell(
-                StoreLost(id=facts.UNSENT, at=now, node=self.id, generation=generation, exit_code=None, signal=9)
-            )
+            self.tell(StoreLost(id=facts.UNSENT, at=now, node=self.id, generation=generation, exit_code=None, signal=9))
         self.state = facts.store_ended(self.state, store.pid)
         self.act()
 
@@ -291,7 +294,7 @@ class AgentLife:
             if self._world.steady(self.id):
                 self.state = facts.answered(self.state, now - A_MOMENT)
             self._read()
-            self.state, actions = decide.act(self.state, now)
+            self.state, actions = self._world.decide(self.state, now)
             if not actions:
                 break
             self._do_all(actions)
@@ -304,6 +307,19 @@ class AgentLife:
                 self._do(action)
 
     def _do(self, action: AgentAction) -> None:
+        match action:
+            case Tell(event=NodeGathered()):
+                self._later(self._world.rng.uniform(0.001, 0.03), lambda: self.tell(action.event))
+            case Tell():
+                self.tell(action.event)
+            case AskPeers():
+                self._world.ask_peers(self, self._world.agenda.now)
+            case Exit():
+                self.end(action.code, says_goodbye=True)
+            case _:
+                self._do_to_processes(action)
+
+    def _do_to_processes(self, action: Signal | StartStore | EndStore | StartWorkers | StopAfter) -> None:
         world = self._world
         match action:
             case Signal():
@@ -317,19 +333,11 @@ class AgentLife:
             case StartWorkers():
                 wait = max(0.0, self.is_warm_at - world.agenda.now) + self._draw(world.pace.fork)
                 self._later(wait, lambda: self._start_workers(action.orders))
-            case Tell(event=NodeGathered()):
-                self._later(self._world.rng.uniform(0.001, 0.03), lambda: self.tell(action.event))
-            case Tell():
-                self.tell(action.event)
-            case AskPeers():
-                world.ask_peers(self, world.agenda.now)
             case StopAfter():
                 training = world.training(facts.generation_of(self.state))
                 if training is not None:
                     training.stop_after = action.step
                     training.update()
-            case Exit():
-                self.end(action.code, says_goodbye=True)
 
     def _store_listens(self, generation: GenerationNumber) -> None:
         address = Address("10.0.0.1", 29500)
@@ -412,10 +420,6 @@ class AgentLife:
         self._wake.set(None)
         self._beat.set(None)
         self._world.agent_ended(self, code)
-
-
-class Callback(Protocol):
-    def __call__(self) -> None: ...
 
 
 def incarnation(pid: int, ticks: int, boot: int) -> Incarnation:

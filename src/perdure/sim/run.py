@@ -4,6 +4,7 @@ import random
 
 import msgspec
 
+from perdure.agent.decide import act
 from perdure.control.brain import step
 from perdure.control.state import State, replay
 from perdure.goodput import Ledger, account
@@ -14,6 +15,7 @@ from perdure.sim.checker import Violation, check_ledger
 from perdure.sim.controller import Stepper
 from perdure.sim.failures import FaultKind
 from perdure.sim.nemesis import Nemesis
+from perdure.sim.node import Actor
 from perdure.sim.scenario import Scenario
 from perdure.sim.world import World
 from perdure.vocab.event import AnyEvent
@@ -47,16 +49,19 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     summary: Summary
 
 
-def simulate(scenario: Scenario, seed: int, catalogue: Catalogue, *, brain: Stepper | None = None) -> Outcome:
+def simulate(
+    scenario: Scenario, seed: int, catalogue: Catalogue, *, brain: Stepper | None = None, agent: Actor = act
+) -> Outcome:
     """Run `scenario` with the dice of `seed`. Ends at the first violation, or when the job and all its agents have.
 
-    `brain` replaces the real `control.brain.step`: a test that gives a broken one must see violations.
+    `brain` replaces the real `control.brain.step`, and `agent` the real `agent.decide.act`: a test that gives a
+    broken one must see violations.
     """
 
     def real(state: State, events: tuple[AnyEvent, ...], now: Instant) -> tuple[State, tuple[LogRecord, ...]]:
         return step(state, events, now, catalogue)
 
-    world = World(scenario, random.Random(seed), brain or real)
+    world = World(scenario, random.Random(seed), brain or real, agent)
     nemesis = Nemesis(world)
     world.start()
     world.agenda.run(START + scenario.patience, lambda: world.ended is not None or world.is_over())

@@ -1,4 +1,4 @@
-"""What is simulated: job, cluster, network, script and faults, as values; and two ways to make one. No time passes here."""
+"""What is simulated: job, cluster, network, script and faults, as values; two ways to make one. No time passes here."""
 
 import random
 
@@ -125,12 +125,12 @@ def a_small_one(seed: int) -> Scenario:
         workers_per_node=rng.randint(1, 2) if most > 2 else 2,
         spares=spares,
         rules=RecoveryRules(
-            max_restarts=rng.choice((2, 6, 20)), restart_window=rng.choice((60.0, 3600.0)), hold=rng.choice((20.0, 900.0))
+            max_restarts=rng.choice((2, 6, 20)),
+            restart_window=rng.choice((60.0, 3600.0)),
+            hold=rng.choice((20.0, 900.0)),
         ),
     )
-    network = Network(
-        loss=rng.choice((0.0, 0.05, 0.2)), twice=rng.choice((0.0, 0.1)), late=rng.choice((0.0, 0.05))
-    )
+    network = Network(loss=rng.choice((0.0, 0.05, 0.2)), twice=rng.choice((0.0, 0.1)), late=rng.choice((0.0, 0.05)))
     nodes = most + spares
     length = script.steps * script.step_seconds + 10.0
     faults = [_a_fault(nodes, length, rng) for _ in range(rng.randint(1, 12))]

@@ -14,7 +14,7 @@ from perdure.vocab.event import WorkerError
 from perdure.vocab.ids import GenerationNumber, Incarnation, NodeId, Rank
 from perdure.vocab.units import Instant
 from perdure.wire.layouts import NO_STEP, LoopPhase
-from perdure.wire.page import SlotReading
+from perdure.wire.reading import SlotReading
 
 STEPS_WATCHED = 12
 """First steps of a life that are looked at one by one, so that limits are learned; later ones pass unseen."""
@@ -75,13 +75,13 @@ class Training:
         agenda: Agenda,
         rng: random.Random,
         *,
-        observe: Callable[[], None],
-        exit: Callable[[Worker, int, WorkerError | None], None],
+        observe: Callable[[tuple[Worker, ...]], None],
+        end: Callable[[Worker, int, WorkerError | None], None],
         is_connected: Callable[[list[NodeId]], bool],
     ) -> None:
         self.number, self.size, self.script = number, size, script
         self._saves, self._extra, self._agenda, self._rng = saves, first_step_extra, agenda, rng
-        self._observe, self._exit, self._is_connected = observe, exit, is_connected
+        self._observe, self._end, self._is_connected = observe, end, is_connected
         self.workers: dict[Rank, Worker] = {}
         self.formed_at: Instant | None = None
         self.first = 0
@@ -118,11 +118,14 @@ class Training:
         if flows != self.flows:
             self.flows = flows
             self._since = self._agenda.now
-            self._observe()
+            self._observe(self._all())
         self._plan()
         if self.finishing:
             for worker in ranks:
                 self._finish_later(worker)
+
+    def _all(self) -> tuple[Worker, ...]:
+        return tuple(worker for _, worker in sorted(self.workers.items()))
 
     def _form(self) -> None:
         self.formed_at = self._agenda.now
@@ -142,7 +145,7 @@ class Training:
 
     def _notice(self, worker: Worker) -> None:
         if worker.runs:
-            self._exit(worker, 1, LOST_PEER)
+            self._end(worker, 1, LOST_PEER)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -189,13 +192,14 @@ class Training:
         if self.done >= last:
             self.finishing = True
             self.flows = False
-        self._observe()
+        looked_at = self.done - self.first <= STEPS_WATCHED or self.finishing or self.done in self.watched
+        self._observe(self._all() if looked_at or script.all_save else (self.workers[Rank(0)],))
         self.update()
 
     def _fail(self) -> None:
         worker = self.workers[Rank(0)]
         error = WorkerError(type="ValueError", message="bad sample", where="train.py:27", traceback="Traceback …")
-        self._exit(worker, 1, error)
+        self._end(worker, 1, error)
 
     def _finish_later(self, worker: Worker) -> None:
         if worker.runs:
@@ -204,7 +208,7 @@ class Training:
 
     def _finish(self, worker: Worker) -> None:
         if worker.runs:
-            self._exit(worker, 0, None)
+            self._end(worker, 0, None)
 
     # --- the heartbeat page ------------------------------------------------------------------------------------------
 

@@ -6,8 +6,6 @@ It carries messages and signals and lets faults happen; it decides nothing that 
 import random
 from collections.abc import Callable
 
-import msgspec
-
 from perdure.control import leases
 from perdure.control.state import State, fold
 from perdure.ports import LogRecord
@@ -15,7 +13,7 @@ from perdure.sim.agenda import START, Agenda
 from perdure.sim.checker import RecordChecker, Violation
 from perdure.sim.controller import ControlLife, Stepper
 from perdure.sim.links import CONTROL, Links
-from perdure.sim.node import BEATS_PER_LEASE, AgentLife, incarnation
+from perdure.sim.node import BEATS_PER_LEASE, Actor, AgentLife, incarnation
 from perdure.sim.scenario import Scenario
 from perdure.sim.training import Saves, Training, Worker, pids
 from perdure.vocab.event import JobEnded, NodeJoined, NodeLeft, NodeLost, WorkerError
@@ -51,8 +49,8 @@ class Machine:
 class World:
     """Everything that there is. `scenario` and `rng` determine all that happens."""
 
-    def __init__(self, scenario: Scenario, rng: random.Random, step: Stepper) -> None:
-        self.scenario, self.rng, self._step = scenario, rng, step
+    def __init__(self, scenario: Scenario, rng: random.Random, step: Stepper, decide: Actor) -> None:
+        self.scenario, self.rng, self._step, self.decide = scenario, rng, step, decide
         self.agenda = Agenda()
         self.pace = scenario.pace
         self.links = Links(self.agenda, scenario.network, rng)
@@ -334,6 +332,8 @@ class World:
         orders = agent.state.orders
         if not agent.is_alive or orders is None:
             return
+        if not orders.peers:
+            return  # alone, and control is on another machine, where the network may be to blame
         yes = 0
         for peer in orders.peers:
             other = self.machines[_index(peer.node)].agent
@@ -359,9 +359,7 @@ class World:
         assert assignment is not None
         member = assignment.member(agent.id)
         assert member is not None
-        worker = Worker(
-            self.pid(), agent.id, agent.life, local_rank, member.ranks[local_rank], assignment.number
-        )
+        worker = Worker(self.pid(), agent.id, agent.life, local_rank, member.ranks[local_rank], assignment.number)
         training = self._training_of(assignment)
         if orders.redo_until is not None:
             training.watched = (orders.redo_until,)
@@ -376,8 +374,7 @@ class World:
     def _training_of(self, assignment: Assignment) -> Training:
         number = assignment.number
         if number not in self.trainings:
-            for old in [n for n, t in self.trainings.items() if n < number and not any(w.is_alive for w in t.workers.values())]:
-                del self.trainings[old]
+            self._forget_trainings(number)
             self.trainings[number] = Training(
                 number,
                 assignment.world_size,
@@ -386,11 +383,16 @@ class World:
                 self.pace.first_step_extra,
                 self.agenda,
                 self.rng,
-                observe=lambda: self._observe(number),
-                exit=lambda worker, code, error: self.exit(worker, code, None, error),
+                observe=self._observe,
+                end=lambda worker, code, error: self.exit(worker, code, None, error),
                 is_connected=self._is_connected,
             )
         return self.trainings[number]
+
+    def _forget_trainings(self, before: GenerationNumber) -> None:
+        for number, training in list(self.trainings.items()):
+            if number < before and not any(worker.is_alive for worker in training.workers.values()):
+                del self.trainings[number]
 
     def _check_overlap(self, new: Worker) -> None:
         """No worker of another generation may be alive when one starts, as far as control can know."""
@@ -416,7 +418,7 @@ class World:
         agent = self._by_life[life]
         peers = agent.state.orders.peers if agent.state.orders is not None else ()
         asked = {agent.id, *(peer.node for peer in peers)}
-        return 2 * len(asked & self._silent) > len(asked)
+        return len(asked) > 1 and 2 * len(asked & self._silent) > len(asked)
 
     def _is_connected(self, nodes: list[NodeId]) -> bool:
         if self.links.is_whole:
@@ -424,9 +426,9 @@ class World:
         distinct = sorted(set(nodes))
         return not any(self.links.is_cut(a, b) for i, a in enumerate(distinct) for b in distinct[i + 1 :])
 
-    def _observe(self, number: GenerationNumber) -> None:
-        training = self.trainings[number]
-        for life in dict.fromkeys(worker.life for _, worker in sorted(training.workers.items())):
+    def _observe(self, workers: tuple[Worker, ...]) -> None:
+        """The agents of `workers` look at their heartbeat pages. (They always do; only now is there something new.)"""
+        for life in dict.fromkeys(worker.life for worker in workers):
             self._by_life[life].act()
 
     def signal(self, worker: Worker, number: int) -> None:

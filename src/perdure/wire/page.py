@@ -3,8 +3,6 @@
 import mmap
 import os
 
-import msgspec
-
 from perdure.wire.layouts import (
     MAGIC,
     NEVER_STOP,
@@ -16,22 +14,7 @@ from perdure.wire.layouts import (
     page_bytes,
     slot_start,
 )
-
-
-class SlotReading(msgspec.Struct, frozen=True):
-    """One slot at one moment. Times are CLOCK_MONOTONIC in seconds."""
-
-    pid: int
-    generation: int
-    step: int
-    step_at: float
-    phase: LoopPhase
-    phase_at: float
-    tells: bool
-    first_step: int
-    saves: int
-    saves_step: int
-    beats: int
+from perdure.wire.reading import SlotReading
 
 
 class HeartbeatPage:

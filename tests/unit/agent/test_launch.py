@@ -102,6 +102,9 @@ def test_base_env_defaults_only_what_is_not_set() -> None:
     assert base_env(CONFIG, {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "8"
     assert base_env(changed(env={"OMP_NUM_THREADS": "4"}), {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "4"
     assert "OMP_NUM_THREADS" not in base_env(changed(slots=1), {})
+    assert "GLOO_SOCKET_IFNAME" not in base_env(CONFIG, {})
+    assert base_env(CONFIG, {}, "eth1")["GLOO_SOCKET_IFNAME"] == "eth1"
+    assert base_env(CONFIG, {"GLOO_SOCKET_IFNAME": "ib0"}, "eth1")["GLOO_SOCKET_IFNAME"] == "ib0"
     assert base_env(CONFIG, {"HOME": "/h"}).items() >= {"HOME": "/h", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}.items()
 
 
