@@ -1,5 +1,7 @@
 """Long jobs on large clusters: virtual time jumps over the steps, and the figures add up."""
 
+import random
+
 import pytest
 
 from perdure.goodput import Phase
@@ -9,8 +11,6 @@ from perdure.sim.scenario import Scenario, Script, a_cluster
 from perdure.vocab.ids import JobId
 from perdure.vocab.job import JobSpec
 from tests.simulation.seeds import catalogue
-
-import random
 
 
 def test_ten_days_on_64_nodes_end_well_with_most_of_the_time_spent_on_training() -> None:

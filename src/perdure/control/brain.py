@@ -82,7 +82,7 @@ def _deadlines(state: State, spec: JobSpec) -> Iterator[Instant]:
     elif generation is None and state.hold is None:
         yield _join_deadline(state)
         for known in state.nodes.values():
-            yield known.joined_at + PREFER_MEMBERS_SECONDS
+            yield known.ready_at + PREFER_MEMBERS_SECONDS
             yield known.ready_at + spec.rules.last_call
     elif state.hold is not None:
         yield state.hold.until
@@ -131,7 +131,7 @@ def _assemble(state: State, spec: JobSpec, now: Instant) -> tuple[LogRecord, ...
     wanted = [k for k in ready if not k.node.standby]
     enough = len(wanted) >= spec.max_nodes
     if not enough and len(ready) >= spec.max_nodes:
-        enough = now >= min(k.joined_at for k in ready) + PREFER_MEMBERS_SECONDS
+        enough = now >= sorted(k.ready_at for k in ready)[spec.max_nodes - 1] + PREFER_MEMBERS_SECONDS
     if not enough and len(ready) >= spec.min_nodes:
         enough = now >= max(k.ready_at for k in ready) + spec.rules.last_call
     if enough:

@@ -26,7 +26,7 @@ def orders_for(state: State, node: NodeId, now: Instant) -> Orders:
         assignment=generation.assignment,
         store=generation.store if running else None,
         restarts=generation.number - 1,
-        redo_until=state.high_step,
+        redo_until=generation.redo_until,
         drain=_drain(state, now),
         peers=_peers(state, node),
     )

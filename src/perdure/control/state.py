@@ -118,6 +118,8 @@ class GenerationState(msgspec.Struct, frozen=True, kw_only=True):
     gone: frozenset[NodeId] = frozenset()
     """Members that went away: their next life does not run their ranks again in this generation."""
     acks: tuple[DrainAcked, ...] = ()
+    redo_until: int | None = None
+    """Highest step that the generations before had finished, as far as told."""
 
     @property
     def number(self) -> GenerationNumber:
@@ -346,6 +348,8 @@ def _fold_generation(state: State, event: GenerationEvent) -> State:
         return _ask(state, event)
     if isinstance(event, WorkerStopped | WorkerStalled | StoreLost | StartFailed):
         return _ask(state, event)
+    if isinstance(event, NodeGathered):
+        generation = msgspec.structs.replace(generation, redo_until=state.high_step)
     if isinstance(event, SavePassed):
         state = msgspec.structs.replace(state, tells_saves=True)
     return msgspec.structs.replace(state, generation=_told(generation, event, state.version))
@@ -450,7 +454,11 @@ def _begin(state: State, assignment: Assignment, decision: Decision) -> State:
     return msgspec.structs.replace(
         state,
         generation=GenerationState(
-            assignment=assignment, phase=Phase.INTERRUPTING, began_at=decision.at, answers=decision.answers
+            assignment=assignment,
+            phase=Phase.INTERRUPTING,
+            began_at=decision.at,
+            answers=decision.answers,
+            redo_until=state.high_step,
         ),
         number=assignment.number,
         previous=assignment,

@@ -6,6 +6,8 @@ from itertools import count
 
 from perdure.vocab.units import Instant, Seconds
 
+AT_ONCE = 50_000
+"""Things at one moment after which somebody must be going in a circle."""
 START: Instant = 1_000_000.0
 """When a simulation begins."""
 
@@ -16,6 +18,8 @@ class Agenda:
     def __init__(self) -> None:
         self.now: Instant = START
         self.done = 0
+        self.goes_round = False
+        """Time stood still: the same moment had too much to do."""
         self._heap: list[tuple[Instant, int, Callable[[], None]]] = []
         self._numbers = count()
 
@@ -27,8 +31,11 @@ class Agenda:
 
     def run(self, until: Instant, stop: Callable[[], bool]) -> None:
         """Do one thing after the other until `until`, until `stop()`, or until there is nothing left."""
-        while self._heap and not stop():
+        at_once = 0
+        while self._heap and not stop() and not self.goes_round:
             when, _, do = self._heap[0]
+            at_once = at_once + 1 if when <= self.now else 0
+            self.goes_round = at_once > AT_ONCE
             if when > until:
                 self.now = until
                 return

@@ -65,7 +65,9 @@ def simulate(
     nemesis = Nemesis(world)
     world.start()
     world.agenda.run(START + scenario.patience, lambda: world.ended is not None or world.is_over())
-    if world.ended is None and not world.is_over():
+    if world.agenda.goes_round:
+        world.fail("time goes on", f"nothing comes to an end at {_where(world)}")
+    elif world.ended is None and not world.is_over():
         world.fail("a job ends", f"not within {show_duration(scenario.patience)} of {_where(world)}")
     world.agenda.run(world.agenda.now + AFTERWARDS, world.is_over)
     if world.ended is not None:
