@@ -275,7 +275,7 @@ def _start(state: AgentState, now: Instant) -> Step:
             node=state.node,
             generation=orders.generation,
             pids=tuple(w.pid for w in workers),
-            forked=True,
+            forked=all(w.forked for w in workers),
         )
         return msgspec.structs.replace(state, up=orders.generation), [Tell(event)]
     return state, []

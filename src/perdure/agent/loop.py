@@ -6,10 +6,8 @@ One process per node. It holds the heartbeat page, the workers' pidfds and their
 import os
 import signal
 import ssl
-import sys
 import time
 from collections.abc import Mapping
-from urllib.parse import quote
 
 import anyio
 import msgspec
@@ -19,9 +17,9 @@ from perdure.agent import decide
 from perdure.agent import state as facts
 from perdure.agent.config import AgentConfig
 from perdure.agent.link import ControlLink, JoinRefusedError
+from perdure.agent.peers import Peers
 from perdure.agent.progress import Progress, Work, seen, wants_evidence, worked
 from perdure.agent.ranks import Ranks, RankTag, StoreTag
-from perdure.agent.standby import ForkServer
 from perdure.agent.state import (
     AgentAction,
     AgentState,
@@ -35,22 +33,20 @@ from perdure.agent.state import (
     Tell,
     WorkerState,
 )
+from perdure.agent.warm import keep_warm, say
 from perdure.errors import AccessDeniedError, ConfigError, HostError, UntrustedError, WireError
 from perdure.host.proc import ProcessReading, incarnation, read_process, read_stat
 from perdure.host.processes import Children, Ended, set_subreaper
-from perdure.vocab.event import ForkServerLost, NodeGathered, NodeReady, StartFailed, StoreLost
-from perdure.vocab.generation import Address
-from perdure.vocab.ids import GenerationNumber, NodeId
+from perdure.vocab.event import AnyEvent, NodeGathered, StartFailed, StoreLost
+from perdure.vocab.ids import GenerationNumber
 from perdure.vocab.node import Node
-from perdure.wire.channel import Channel, RefusedError, Request, Response, Streamed, listen, serve
-from perdure.wire.messages import Duty, Entry, Orders, Pong
+from perdure.wire.channel import Channel, RefusedError, listen, serve
+from perdure.wire.messages import Duty, Orders
 from perdure.wire.page import HeartbeatPage
 from perdure.wire.tokens import peer_token
 
 IDLE_POLL = 0.5
 """Seconds between looks at the clock while no worker runs here."""
-PEER_TIMEOUT = 1.0
-FORK_SERVER_RETRY = 5.0
 SWEEP_TRIES, SWEEP_WAIT = 20, 0.01
 LONGEST_END = 10
 """Seconds (SIGALRM) after which an agent that was told to go ends however it stands; its workers then end with it."""
@@ -78,8 +74,8 @@ class Agent:
         self._kick = anyio.Event()
         self._ended = anyio.Event()
         self._exit = Exit(1, "the agent has not run")
-        self._began = time.monotonic()
         self._ready = anyio.Event()
+        self._peers = Peers(config, self._peer_token, self._read_state, self._write_state)
         self._rss: dict[int, int] = {}
 
     async def run(self) -> int:
@@ -92,11 +88,11 @@ class Agent:
                 self._ranks = Ranks(self._config, self._environ, self._page, self._children, group)
                 listener = await listen(self._config.address, 0)
                 self._link = self._make_link(listener.address.port)
-                for task in (self._follow_control, self._watch, self._follow_exits, self._keep_fork_server):
+                for task in (self._follow_control, self._watch, self._follow_exits, self._keep_warm):
                     group.start_soon(task)
                 group.start_soon(self._link.run_reports)
                 group.start_soon(self._wait_for_signals)
-                group.start_soon(lambda: serve(self._answer_peer, listener, token=self._peer_token))
+                group.start_soon(lambda: serve(self._peers.answer, listener, token=self._peer_token))
                 await self._ended.wait()
                 await self._clean_up()
                 group.cancel_scope.cancel()
@@ -138,8 +134,20 @@ class Agent:
     def _take_answer(self, sent_at: float) -> None:
         self._state = facts.answered(self._state, sent_at)
 
+    async def _ask_peers(self) -> None:
+        reason = await self._peers.ask()
+        if reason is not None:
+            self._take_fence(reason)
+
     def _take_fence(self, reason: str) -> None:
         self._set(facts.fence(self._state, reason))
+
+    def _read_state(self) -> AgentState:
+        return self._state
+
+    def _write_state(self, state: AgentState) -> None:
+        """Take in a fact from which nothing follows before the next tick."""
+        self._state = state
 
     def _set(self, state: AgentState) -> None:
         """Take in a fact and do what follows from it."""
@@ -180,6 +188,9 @@ class Agent:
                 if process is not None:
                     progress = worked(progress, _work_of(process), now)
             self._state = facts.changed(self._state, worker, progress=progress, state_letter=letter)
+
+    async def _keep_warm(self) -> None:
+        await keep_warm(self._config, self._ranks, self._link.tell, self._ready.set)
 
     async def _follow_exits(self) -> None:
         async for ended in self._children.exits:
@@ -245,72 +256,20 @@ class Agent:
                 reason = "its agent was sent SIGTERM" if os.getppid() == launcher else "its launcher has died"
                 self._set(facts.fence(self._state, reason))
 
-    # --- the fork server ---------------------------------------------------------------------------------------------
-
-    async def _keep_fork_server(self) -> None:
-        """Have a warm one at all times, where that is possible; say how it stands."""
-        if not self._config.fork_server or self._config.launch.entry is Entry.PROGRAM:
-            self._tell_ready(warm=False, note="workers are spawned, as asked")
-            return
-        while True:
-            server = await self._start_fork_server()
-            if server is None:
-                return
-            await server.closed.wait()
-            self._ranks.fork_server = None
-            event = ForkServerLost(
-                id=facts.UNSENT,
-                at=time.monotonic(),
-                node=self._config.node,
-                exit_code=server.exit_code,
-                signal=server.signal,
-            )
-            self._link.tell(event)
-
-    async def _start_fork_server(self) -> ForkServer | None:
-        """A warm server, or None when workers must be spawned for good."""
-        while True:
-            try:
-                server = await self._ranks.start_fork_server()
-                ready = await server.wait_ready()
-            except HostError as problem:
-                self._tell_ready(warm=False, note=str(problem))
-                await anyio.sleep(FORK_SERVER_RETRY)
-                continue
-            if not ready.warm:
-                await server.close()
-                _say(f"{self._config.node}: {ready.note}; workers are spawned")
-                self._tell_ready(warm=False, note=ready.note)
-                return None
-            self._ranks.fork_server = server
-            self._tell_ready(warm=True, note=ready.note)
-            return server
-
-    def _tell_ready(self, *, warm: bool, note: str) -> None:
-        now = time.monotonic()
-        event = NodeReady(
-            id=facts.UNSENT, at=now, node=self._config.node, warm=warm, seconds=now - self._began, note=note
-        )
-        self._ready.set()
-        self._link.tell(event)
-
     # --- actions out -------------------------------------------------------------------------------------------------
 
     def _do(self, action: AgentAction) -> None:
         match action:
             case Signal():
-                for pid in action.pids:
-                    self._children.signal(pid, action.number)
+                self._signal(action.pids, action.number)
             case StartStore():
                 self._group.start_soon(self._start_store, action.generation)
             case EndStore():
-                self._children.signal(action.pid, signal.SIGKILL)
+                self._signal((action.pid,), signal.SIGKILL)
             case StartWorkers():
                 self._group.start_soon(self._start_workers, action.orders)
-            case Tell(event=NodeGathered()):
-                self._group.start_soon(self._tell_gathered, action)
             case Tell():
-                self._link.tell(action.event)
+                self._tell(action.event)
             case AskPeers():
                 self._group.start_soon(self._ask_peers)
             case StopAfter():
@@ -318,13 +277,23 @@ class Agent:
             case Exit():
                 self._end(action)
 
-    async def _tell_gathered(self, tell: Tell) -> None:
+    def _signal(self, pids: tuple[int, ...], number: int) -> None:
+        for pid in pids:
+            self._children.signal(pid, number)
+
+    def _tell(self, event: AnyEvent) -> None:
+        if isinstance(event, NodeGathered):
+            self._group.start_soon(self._tell_gathered, event)
+        else:
+            self._link.tell(event)
+
+    async def _tell_gathered(self, event: NodeGathered) -> None:
         """Only when nothing of the workers is left: what a dead worker leaves behind may hold ports and memory."""
         for _ in range(SWEEP_TRIES):
             if not self._ranks.sweep():
                 break
             await anyio.sleep(SWEEP_WAIT)
-        self._link.tell(tell.event)
+        self._link.tell(event)
 
     async def _start_store(self, generation: GenerationNumber) -> None:
         await self._ready.wait()
@@ -358,6 +327,7 @@ class Agent:
             rank=tag.rank,
             generation=tag.generation,
             progress=Progress(since=time.monotonic()),
+            forked=tag.forked,
         )
         self._set(facts.started(self._state, worker))
 
@@ -367,62 +337,18 @@ class Agent:
         )
         self._link.tell(event)
 
-    # --- peers -------------------------------------------------------------------------------------------------------
-
-    async def _answer_peer(self, request: Request) -> Response | Streamed:
-        """GET /v1/ping?node=N: what we know of the generation, when that tells N that it has been replaced, or that
-        it may go on without control for a lease; else a refusal."""
-        orders = self._state.orders
-        if (request.method, request.path) != ("GET", "/v1/ping") or orders is None:
-            raise RefusedError(404, f"an agent answers GET /v1/ping only, not {request.method} {request.path}")
-        asker = NodeId(request.query.get("node", ""))
-        members = orders.assignment.nodes if orders.assignment is not None else ()
-        self._state, vouched = facts.vouch(self._state, asker, time.monotonic())
-        if not vouched and (not members or asker in members):
-            raise RefusedError(409, f"{self._config.node} does not vouch for {asker}: control answers here")
-        return Response.of(
-            Pong(node=self._config.node, job=self._config.job, generation=orders.generation, members=members)
-        )
-
-    async def _ask_peers(self) -> None:
-        """Which of the other members vouch for this node, and does anyone know that it has been replaced?"""
-        asked_at, orders = time.monotonic(), self._state.orders
-        if orders is None or not (orders.peers or _is_loopback(self._config.control.host)):
-            return  # alone, and control is on another machine, where the network may be to blame
-        answers: list[Pong] = []
-        async with anyio.create_task_group() as group:
-            for peer in orders.peers:
-                if peer.address.port:
-                    group.start_soon(self._ask_peer, peer.address, answers)
-        for pong in answers:
-            if pong.generation > orders.generation and pong.members and self._config.node not in pong.members:
-                self._take_fence(f"{pong.node} says that generation {pong.generation} goes on without this node")
-                return
-        vouching = sum(self._config.node in pong.members for pong in answers)
-        self._state = facts.peers_answered(self._state, vouching, len(orders.peers) + 1, asked_at)
-
-    async def _ask_peer(self, address: Address, answers: list[Pong]) -> None:
-        channel = Channel(address, self._peer_token, timeout=PEER_TIMEOUT)
-        try:
-            path = f"/v1/ping?node={quote(self._config.node)}"
-            answers.append(await channel.call("GET", path, None, Pong))
-        except WireError:
-            return
-        finally:
-            await channel.aclose()
-
     # --- the end -----------------------------------------------------------------------------------------------------
 
-    def _end(self, exit: Exit) -> None:
+    def _end(self, way: Exit) -> None:
         if not self._ended.is_set():
-            self._exit = exit
+            self._exit = way
             self._ended.set()
 
     async def _clean_up(self) -> None:
         """Nothing of this node's processes is left when it returns (but what outlives SIGKILL)."""
         orders = self._state.orders
         if orders is None or orders.duty is not Duty.STOP:
-            _say(f"{self._config.node}: {self._exit.reason}")
+            say(f"{self._config.node}: {self._exit.reason}")
         with anyio.move_on_after(5.0, shield=True):
             for pid in self._children.pids:
                 self._children.signal(pid, signal.SIGKILL)
@@ -433,18 +359,6 @@ class Agent:
                 if not self._children.sweep(set()):
                     break
                 await anyio.sleep(SWEEP_WAIT)
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def _say(text: str) -> None:
-    try:
-        sys.stderr.write(f"perdure: {text}\n")
-        sys.stderr.flush()
-    except OSError:
-        return  # the terminal has gone, with the launcher perhaps: nobody is left to be told
 
 
 def _work_of(process: ProcessReading) -> Work:

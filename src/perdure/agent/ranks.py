@@ -38,6 +38,7 @@ class RankTag(msgspec.Struct, frozen=True):
     generation: GenerationNumber
     local_rank: int
     rank: Rank
+    forked: bool = False
 
 
 class StoreTag(msgspec.Struct, frozen=True):
@@ -78,7 +79,11 @@ class Ranks:
         self._page.clear(local_rank)
         env = worker_env(self._config, orders, local_rank, output.error_file, self._environ)
         try:
-            pid = await self._start(tag, env, output)
+            pid = await self._fork(tag, env, output)
+            if pid is None:
+                pid = await self._spawn(tag, env, output)
+            else:
+                tag = msgspec.structs.replace(tag, forked=True)
         except BaseException:
             await output.finish(0.0)
             raise
@@ -87,24 +92,28 @@ class Ranks:
         self._children.adopt(pid, tag)
         return pid, tag
 
-    async def _start(self, tag: RankTag, env: dict[str, str], output: WorkerOutput) -> int:
-        config = self._config
-        cpus = self._cpus(tag.local_rank)
+    async def _fork(self, tag: RankTag, env: dict[str, str], output: WorkerOutput) -> int | None:
+        """The pid of a forked worker; None: there is no fork server, or it has just died."""
         server = self.fork_server
-        if server is not None and not server.closed.is_set():
-            request = ForkRequest(
-                id=0,
-                launch=launch_for(config, tag.local_rank),
-                env=env,
-                slot=tag.local_rank,
-                generation=tag.generation,
-                cpus=cpus,
-            )
-            try:
-                return await server.fork(request, (output.stdout_fd, output.stderr_fd, self._page.fd))
-            except HostError:
-                if not server.closed.is_set() and server.ready is not None:
-                    raise
+        if server is None or not server.is_alive:
+            return None
+        request = ForkRequest(
+            id=0,
+            launch=launch_for(self._config, tag.local_rank),
+            env=env,
+            slot=tag.local_rank,
+            generation=tag.generation,
+            cpus=self._cpus(tag.local_rank),
+        )
+        try:
+            return await server.fork(request, (output.stdout_fd, output.stderr_fd, self._page.fd))
+        except HostError:
+            if server.is_alive:
+                raise
+            return None
+
+    async def _spawn(self, tag: RankTag, env: dict[str, str], output: WorkerOutput) -> int:
+        config, cpus = self._config, self._cpus(tag.local_rank)
         argv = spawn_argv(config, tag.local_rank, tag.generation, self._page.fd)
         fds = () if config.launch.entry is Entry.PROGRAM else (self._page.fd,)
         return await self._children.spawn(
@@ -120,15 +129,22 @@ class Ranks:
     async def start_store(self, generation: GenerationNumber) -> tuple[int, Address]:
         """(pid, address) of a store that listens, watched from now on. Raises HostError."""
         host, port = self._config.address, self._config.master_port
-        server = self.fork_server
-        pid = 0
-        if server is not None and not server.closed.is_set():
-            pid, port = await server.start_store(host, port)
-        else:
-            pid, port = await spawn_store(self._config, self._env, host, port)
+        bound = await self._fork_store(host, port) or await spawn_store(self._config, self._env, host, port)
+        pid, port = bound
         self._children.adopt(pid, StoreTag(generation))
         self.store_pid = pid
         return pid, Address(self._config.master_addr or host, port)
+
+    async def _fork_store(self, host: str, port: int) -> tuple[int, int] | None:
+        server = self.fork_server
+        if server is None or not server.is_alive:
+            return None
+        try:
+            return await server.start_store(host, port)
+        except HostError:
+            if server.is_alive:
+                raise
+            return None
 
     async def reach_store(self, store: Address, seconds: float) -> None:
         """Raises HostError where the store cannot be connected to: its clients would try for half an hour."""

@@ -13,8 +13,8 @@ import anyio
 import msgspec
 
 from perdure.agent.config import AgentConfig
-from perdure.host.processes import kill_process, start_process, wait_for
 from perdure.errors import ConfigError, HostError
+from perdure.host.processes import kill_process, start_process, wait_for
 from perdure.wire.messages import (
     Entry,
     ForkReply,
@@ -79,6 +79,11 @@ class ForkServer:
         self._pidfd = os.pidfd_open(self.pid)
         self._loop.add_reader(self._socket.fileno(), self._receive)
         self._loop.add_reader(self._pidfd, self._ended)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be asked for anything."""
+        return self.pid != 0 and not self._dead
 
     async def wait_ready(self) -> ForkServerReady:
         """Wait until the imports are done. Raises HostError when it ends before."""

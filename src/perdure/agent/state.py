@@ -32,6 +32,8 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     rank: Rank
     generation: GenerationNumber
     progress: Progress
+    forked: bool = False
+    """From the fork server, as opposed to spawned."""
     state_letter: str = "R"
     asked_at: Instant | None = None
     """When it was sent SIGTERM by us to end."""

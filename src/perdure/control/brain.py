@@ -24,6 +24,7 @@ from perdure.vocab.event import (
     StopRequested,
     TimePassed,
     WorkerExited,
+    WorkerStalled,
     WorkerUnkillable,
 )
 from perdure.vocab.fault import Diagnosis, Scope
@@ -38,6 +39,8 @@ PREFER_MEMBERS_SECONDS = 2.0
 """How long the start waits for nodes that were not started as spares, when spares could already take their place."""
 GROW_UNTOLD_SECONDS = 30.0
 """How long a generation that tells no steps runs before it is interrupted to take more nodes in."""
+STALL_MARGIN = 1.0
+"""Beyond the lease: control's own margin (0.5 s) and the way of the news."""
 EXIT_INCOMPLETE = 3
 
 
@@ -250,6 +253,8 @@ def _first_to_answer(diagnosis: Diagnosis) -> tuple[bool, bool]:
 
 def _due(state: State, event: FaultEvent) -> Instant:
     """When a fault is answered: at once, unless it may be the echo of another that has not been reported yet."""
+    if isinstance(event, WorkerStalled):
+        return _stall_due(state, event)
     if not isinstance(event, WorkerExited) or (event.signal == 9 and event.error is None):
         return event.at
     assert state.spec is not None and state.previous is not None
@@ -258,6 +263,16 @@ def _due(state: State, event: FaultEvent) -> Instant:
     if gone:
         return max(event.at, max(gone) + state.spec.rules.reconnect_grace + 0.1)
     return event.at + ECHO_SECONDS if _is_echo(event) else event.at
+
+
+def _stall_due(state: State, event: WorkerStalled) -> Instant:
+    """Not before a lease has passed: a silent node stalls all others, and its loss explains them and takes no budget.
+
+    The ladder of limits is lease < stall limit, but a learned limit may be as short as 2 s.
+    """
+    assert state.spec is not None
+    one_step = event.limit / state.spec.stalls.factor
+    return max(event.at, event.at - event.silent_for + one_step + state.spec.rules.lease + STALL_MARGIN)
 
 
 def _is_echo(event: WorkerExited) -> bool:
