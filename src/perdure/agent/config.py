@@ -12,7 +12,7 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where the workers' stdout and stderr go. Std values are torchrun's bit set: 0 none, 1 out, 2 err, 3 both."""
 
     log_dir: str
-    """Base; files lie in torchrun's layout: LOG_DIR/RUN_ID_XXXX/attempt_N/LOCAL_RANK/{stdout.log,stderr.log,error.json}."""
+    """Base; files lie in torchrun's layout: LOG_DIR/RUN_ID_XXXX/attempt_N/LOCAL_RANK/stdout.log and so on."""
     redirects: dict[int, int] | int = 0
     """For all local ranks, or by local rank (absent: 0)."""
     tee: dict[int, int] | int = 0

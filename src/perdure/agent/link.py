@@ -50,6 +50,7 @@ class ControlLink:
         self._outbox: list[tuple[int, AnyEvent]] = []
         self._seq = 0
         self._wake = anyio.Event()
+        self._acked = anyio.Event()
         self._joined = anyio.Event()
         self._stream_scope = anyio.CancelScope()
         self._version = 0
@@ -172,6 +173,8 @@ class ControlLink:
 
     def _acknowledge(self, reply: Reply) -> None:
         self._outbox = [(seq, event) for seq, event in self._outbox if seq > reply.acked]
+        self._acked.set()
+        self._acked = anyio.Event()
 
     def _check_stream(self, pushed: int) -> None:
         """A stream whose other end is gone without a word is left for a new one."""
@@ -188,7 +191,7 @@ class ControlLink:
         """Bring what is left, for at most `seconds`."""
         with anyio.move_on_after(seconds):
             while self._outbox:
-                await anyio.sleep(FIRST_RETRY)
+                await self._acked.wait()
 
     async def leave(self, reason: str) -> None:
         """Say good-bye; if that fails the lease does the rest."""

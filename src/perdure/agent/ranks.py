@@ -95,7 +95,7 @@ class Ranks:
     async def _fork(self, tag: RankTag, env: dict[str, str], output: WorkerOutput) -> int | None:
         """The pid of a forked worker; None: there is no fork server, or it has just died."""
         server = self.fork_server
-        if server is None or not server.is_alive:
+        if server is None or not server.is_alive():
             return None
         request = ForkRequest(
             id=0,
@@ -108,7 +108,7 @@ class Ranks:
         try:
             return await server.fork(request, (output.stdout_fd, output.stderr_fd, self._page.fd))
         except HostError:
-            if server.is_alive:
+            if server.is_alive():
                 raise
             return None
 
@@ -137,12 +137,12 @@ class Ranks:
 
     async def _fork_store(self, host: str, port: int) -> tuple[int, int] | None:
         server = self.fork_server
-        if server is None or not server.is_alive:
+        if server is None or not server.is_alive():
             return None
         try:
             return await server.start_store(host, port)
         except HostError:
-            if server.is_alive:
+            if server.is_alive():
                 raise
             return None
 

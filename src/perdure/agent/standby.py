@@ -80,7 +80,6 @@ class ForkServer:
         self._loop.add_reader(self._socket.fileno(), self._receive)
         self._loop.add_reader(self._pidfd, self._ended)
 
-    @property
     def is_alive(self) -> bool:
         """Whether it can be asked for anything."""
         return self.pid != 0 and not self._dead

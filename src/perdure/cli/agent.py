@@ -1,4 +1,4 @@
-"""`python -m perdure.cli.agent`: one agent, started by the launcher. Imports as little as it can: 64 may start at once."""
+"""`python -m perdure.cli.agent`: one agent, started by the launcher. Imports little: 64 may start at once."""
 
 import os
 import sys

@@ -51,7 +51,8 @@ async def run_control(start: ControlStart) -> int:
     me = incarnation(os.getpid())
     try:
         clock = SteadyClock(not_before=max((_time_of(record) for _, record in log.read()), default=0.0))
-        control = Control(start.spec, log, clock, load_catalogue(), version=start.version, incarnation=me)
+        catalogue = load_catalogue()
+        control = Control(start.spec, log, clock, catalogue, version=start.version, incarnation=me, warn=_warn)
         async with anyio.create_task_group() as group:
             group.start_soon(lambda: serve(control.handle, listener, token=start.token, on_denied=_denied))
             group.start_soon(_end_on_signal, group.cancel_scope)
@@ -72,7 +73,11 @@ def _time_of(record: LogRecord) -> float:
 
 
 def _denied(peer: str) -> None:
-    print(f"perdure: control refused a request of {peer}: wrong or no token", file=sys.stderr, flush=True)
+    _warn(f"control refused a request of {peer}: wrong or no token")
+
+
+def _warn(text: str) -> None:
+    print(f"perdure: {text}", file=sys.stderr, flush=True)
 
 
 async def _end_on_signal(scope: anyio.CancelScope) -> None:

@@ -43,7 +43,8 @@ def draw_timeline(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(f"the picture needs matplotlib ({error}): pip install 'perdure[demo]'") from None
-    style: dict[Any, Any] = {"font.family": "sans-serif", "font.size": 9.5, "text.color": INK, "svg.hashsalt": "perdure"}
+    style: dict[Any, Any] = {"font.family": "sans-serif", "font.size": 9.5, "text.color": INK}
+    style["svg.hashsalt"] = "perdure"  # the same log gives the same file
     with matplotlib.rc_context(style):
         picture = _Picture(ledger, tuple(records), tuple(losses))
         picture.draw(Figure(figsize=picture.size, facecolor="white"))

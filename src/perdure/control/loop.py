@@ -3,7 +3,6 @@
 One instance serves one job. Steady state does not need it: agents go on without it and bring their events later.
 """
 
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import count
 from typing import NoReturn
@@ -58,7 +57,7 @@ class Control:
         *,
         version: str,
         incarnation: Incarnation,
-        warn: Callable[[str], None] = lambda text: print(f"perdure: {text}", file=sys.stderr, flush=True),
+        warn: Callable[[str], None],
     ) -> None:
         self._log, self._clock, self._catalogue, self._warn = log, clock, catalogue, warn
         self._version = version
