@@ -17,6 +17,7 @@ from perdure.vocab.event import (
     NodeReady,
     SavePassed,
     WorkerExited,
+    WorkersStarted,
 )
 from perdure.vocab.generation import Assignment
 from perdure.vocab.ids import Rank
@@ -215,3 +216,19 @@ def test_agent_that_is_killed_alone_is_a_lost_node(tmp_path: Path) -> None:
         assert read_state(old) in (None, "Z")  # its workers ended with it
         job.interrupt()
         assert job.end() == 3
+
+
+def test_frozen_agent_is_replaced_and_ended_by_its_launcher(tmp_path: Path) -> None:
+    """An agent in state T cannot fence itself: after the lease its workers end with it, before they could do harm."""
+    lease = "keep_alive_interval=1,keep_alive_max_attempt=2"
+    shape = ("--local-nodes", "3", "--nnodes", "2", "--spares", "1", "--rdzv-conf", lease)
+    with running(tmp_path, *shape, *TRAIN) as job:
+        job.wait_stepping(1)
+        victim = job.members()[1]
+        frozen = job.agent(victim)
+        workers = [pid for event in job.all(WorkersStarted) if event.node == victim for pid in event.pids]
+        os.kill(frozen, signal.SIGSTOP)
+        lost = job.wait_event(NodeLost)
+        assert (lost.node, lost.connection_closed) == (victim, False)
+        job.wait_stepping(2)
+        assert all(read_state(pid) in (None, "Z") for pid in (frozen, *workers))

@@ -19,7 +19,7 @@ from perdure.wire.messages import Beat, Join, Leave, Observed, Orders, Pong, Rep
 FIRST_RETRY, LONGEST_RETRY = 0.02, 1.0
 """Seconds between tries while control cannot be reached."""
 BEATS_PER_LEASE = 0.3
-PATIENCE_PER_LEASE, LONGEST_PATIENCE = 0.25, 2.0
+PATIENCE_PER_LEASE, LONGEST_PATIENCE = 0.25, 5.0
 """How long an answer is waited for. TCP doubles its pauses while a network is cut, so that after a cut of 2 s it may
 try again only 3 s later, beyond the lease; a new connection is tried at once."""
 SEND_AT_ONCE = 200

@@ -19,6 +19,8 @@ from perdure.wire.channel import Channel, RefusedError, Request, Response, Strea
 from perdure.wire.messages import Pong
 
 PEER_TIMEOUT = 1.0
+AT_ONCE = 8
+"""Questions under way at a time: a control that is only slow must not be answered by a storm of them."""
 
 
 class Peers:
@@ -50,15 +52,21 @@ class Peers:
         asked_at, orders = time.monotonic(), self._read().orders
         if orders is None or not (orders.peers or _is_loopback(self._config.control.host)):
             return None  # alone, and control is on another machine, where the network may be to blame
-        answers: list[Pong] = []
-        async with anyio.create_task_group() as group:
-            for peer in orders.peers:
-                if peer.address.port:
-                    group.start_soon(self._ask_one, peer.address, answers)
-        for pong in answers:
-            if pong.generation > orders.generation and pong.members and self._config.node not in pong.members:
-                return f"{pong.node} says that generation {pong.generation} goes on without this node"
-        vouching = sum(self._config.node in pong.members for pong in answers)
+        peers = [peer.address for peer in orders.peers if peer.address.port]
+        turn = sum(peer.node < self._config.node for peer in orders.peers)  # not everyone asks the same ones first
+        peers = peers[turn:] + peers[:turn]
+        vouching = 0
+        for first in range(0, len(peers), AT_ONCE):
+            answers: list[Pong] = []
+            async with anyio.create_task_group() as group:
+                for address in peers[first : first + AT_ONCE]:
+                    group.start_soon(self._ask_one, address, answers)
+            for pong in answers:
+                if pong.generation > orders.generation and pong.members and self._config.node not in pong.members:
+                    return f"{pong.node} says that generation {pong.generation} goes on without this node"
+            vouching += sum(self._config.node in pong.members for pong in answers)
+            if 2 * vouching > len(orders.peers):
+                break
         self._write(facts.peers_answered(self._read(), vouching, len(orders.peers) + 1, asked_at))
         return None
 

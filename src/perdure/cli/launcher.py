@@ -21,7 +21,7 @@ from perdure.cli.request import NodeToStart, RunRequest
 from perdure.cli.terminal import Terminal
 from perdure.errors import AccessDeniedError, ConfigError, HostError, UntrustedError, WireError
 from perdure.host.processes import Children, set_subreaper
-from perdure.vocab.event import JobEnded, NodeRefused
+from perdure.vocab.event import JobEnded, NodeLost, NodeRefused
 from perdure.vocab.generation import Address
 from perdure.wire.channel import Channel, RefusedError, client_tls
 from perdure.wire.messages import Pong, Progress, Records, Reply, Stop
@@ -233,11 +233,18 @@ class Launcher:
                     self._terminal.remember(record)
                 else:
                     self._terminal.tell(record)
+                if isinstance(record, NodeLost):
+                    self._fence(record)
                 if isinstance(record, JobEnded):
                     self._ended = record
                     self._machine.stop_restarting()
                     self._done.set()
             is_history = is_history and len(found.records) > FEW_RECORDS
+
+    def _fence(self, lost: NodeLost) -> None:
+        """An agent here that was declared lost and lives, frozen perhaps, must not outlive its replacement's start."""
+        if self._machine.running.get(lost.node) == lost.incarnation.pid:
+            self._machine.signal(lost.node, signal.SIGKILL)
 
     async def _show_progress(self) -> None:
         while self._terminal.is_live:

@@ -92,7 +92,8 @@ def control(argv: Sequence[str], version: str) -> int:
     )
     with hold_lock(job):
         _put_away_old_log(job)
-        code = anyio.run(run_control, start)
+        with one_problem():
+            code = anyio.run(run_control, start)
         ended = _end_of(job)
     return ended.exit_code if ended is not None else code or 3
 

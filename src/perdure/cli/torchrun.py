@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from perdure.agent.config import OutputConfig
 from perdure.cli.command_line import HelpRequested, Values, split
-from perdure.cli.devices import workers_per_node
+from perdure.cli.devices import count_cores, workers_per_node
 from perdure.cli.flags import help_text
 from perdure.cli.meeting import Shape, find_meeting, nodes_here, read_shape
 from perdure.cli.program import read_fork_server, read_launch, read_start_method
@@ -28,6 +28,8 @@ from perdure.wire.messages import Entry, Launch
 __all__ = ["HelpRequested", "help_text", "parse"]
 
 _POLL_SECONDS = 0.05
+NODES_PER_CORE = 4
+"""More nodes than that on one machine (--local-nodes) wait for a processor while they start: their lease is longer."""
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 _NUMA_MODES = ("node", "socket", "exclusive", "core-complex")  # torch.numa.binding.AffinityMode, torch 2.13
 _STD = re.compile(r"[0-3]")
@@ -125,12 +127,12 @@ def _job(
         workers_per_node=workers,
         spares=shape.spares,
         role=values.text("role") or "default",
-        rules=_rules(values, conf, environ),
+        rules=_rules(values, conf, environ, shape.here),
         stalls=StallRules(fixed=_nonzero_duration(values, "stall_limit")),
     )
 
 
-def _rules(values: Values, conf: RdzvConf, environ: Mapping[str, str]) -> RecoveryRules:
+def _rules(values: Values, conf: RdzvConf, environ: Mapping[str, str], here: int) -> RecoveryRules:
     usual = RecoveryRules()
     restarts = values.integer("max_restarts", 0)
     window = _nonzero_duration(values, "restart_window")
@@ -142,7 +144,7 @@ def _rules(values: Values, conf: RdzvConf, environ: Mapping[str, str]) -> Recove
         max_restarts=usual.max_restarts if restarts is None else restarts,
         restart_window=window,
         hold=usual.hold if hold is None else hold,
-        lease=conf.lease or usual.lease,
+        lease=conf.lease or usual.lease * max(1.0, here / (NODES_PER_CORE * count_cores())),
         join_timeout=conf.join or usual.join_timeout,
         last_call=conf.last_call or usual.last_call,
         shutdown_timeout=_shutdown_timeout(values, environ),

@@ -31,6 +31,7 @@ from perdure.vocab.node import Node
 from perdure.vocab.units import Instant, Seconds
 from perdure.wire.messages import Observed, Orders, Reply
 
+LONGEST_TICK = 1.0
 Stepper = Callable[[State, tuple[AnyEvent, ...], Instant], tuple[State, tuple[LogRecord, ...]]]
 """`brain.step` with its catalogue, or a broken one that the checks must catch."""
 
@@ -88,13 +89,12 @@ class ControlLife:
             self.set_alarm()
 
     def set_alarm(self) -> None:
-        """Plan the next deadline. (The real loop also looks every second.)"""
+        """Plan the next deadline; while silence is not counted that may count later, look every second."""
         state, now = self.state, self._world.agenda.now
-        times = [next_deadline(state, now), leases.next_loss(self._counting(), state)]
-        if state.spec is not None and self.contacts:
-            newest = max(contact.heard_at for contact in self._fresh().values())
-            give_up_waiting = newest + state.spec.rules.hold + 0.001
-            times.append(give_up_waiting if newest < now < give_up_waiting else None)
+        counting = self._counting()
+        times = [next_deadline(state, now), leases.next_loss(counting, state)]
+        if any(n not in counting and k.present and not self._world.steady(n) for n, k in state.nodes.items()):
+            times.append(now + LONGEST_TICK)
         self._alarm.set(min((t for t in times if t is not None), default=None))
 
     def _fresh(self) -> leases.Contacts:

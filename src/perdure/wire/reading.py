@@ -1,4 +1,4 @@
-"""One slot of the heartbeat page as a value. Pure; `layouts` has the words, and stays free of imports for the worker."""
+"""One slot of the heartbeat page as a value. Pure; `layouts` has the words, and imports nothing, for the worker."""
 
 import msgspec
 
