@@ -1,4 +1,4 @@
-"""One whole timeline, as it is today. A change of behaviour shows here first; look at it, then run this file as a program."""
+"""One whole timeline, as it is today. A change of behaviour shows here; look at it, then run this file as a program."""
 
 from pathlib import Path
 

@@ -86,7 +86,8 @@ def _mark(reading: SlotReading) -> tuple[int, int, float, int, int]:
 def worked(progress: Progress, work: Work, now: Instant) -> Progress:
     """Take in the counters of the process; call it about once a second."""
     before, elapsed = progress.work, now - progress.work_read_at
-    is_working = before is not None and (
+    # Counters that were read before the silence began say nothing of it: they are a new baseline only.
+    is_working = (before is not None and progress.work_read_at >= progress.since) and (
         work.cpu_seconds - before.cpu_seconds > BUSY_CPU_SHARE * elapsed
         or work.faults - before.faults > 100 * elapsed
         or work.io_bytes - before.io_bytes > 4096 * elapsed

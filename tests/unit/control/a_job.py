@@ -1,4 +1,4 @@
-"""A job to be driven through the brain: `a_job(nodes=2).started()`. It says what nodes would say; time moves by `after`."""
+"""A job driven through the brain: `a_job(nodes=2).started()`. It says what nodes would say; time moves by `after`."""
 
 from pathlib import Path
 from typing import Any, Self

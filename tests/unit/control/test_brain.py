@@ -1,4 +1,4 @@
-"""Control's decisions, one situation each. RESTART.md's cases and the threads of the peers' users give the situations."""
+"""Control's decisions, one situation each; names end in the thread of a peer's user that met it."""
 
 import msgspec
 import pytest
@@ -205,12 +205,14 @@ def test_a_node_that_leaves_by_itself_is_replaced_at_once_trainer_1638() -> None
 def test_a_node_that_is_back_in_a_new_life_has_no_part_of_the_old_one_dlrover_1357() -> None:
     job = a_job(2).started()
     job.lives[1] = 2
-    lost = e.NodeLost(id="lost/1", at=job.now, node=node_id(1), incarnation=job.state.nodes[node_id(1)].node.incarnation,
-                      silent_for=0.1, connection_closed=True)  # fmt: skip
+    before = job.state.nodes[node_id(1)].node
+    lost = e.NodeLost(
+        id="lost/1", at=job.now, node=before.id, incarnation=before.incarnation, silent_for=0.1, connection_closed=True
+    )
     joined = e.NodeJoined(
         id="join/1/2",
         at=job.now,
-        node=msgspec.structs.replace(job.state.nodes[node_id(1)].node, incarnation=job.life(1)),
+        node=msgspec.structs.replace(before, incarnation=job.life(1)),
     )
     job.seqs[1] = 0
     job.take(lost, joined)
