@@ -20,10 +20,10 @@ from perdure.agent.console import Console
 from perdure.agent.launch import base_env, worker_env
 from perdure.agent.output import Outputs, WorkerOutput
 from perdure.agent.standby import ForkServer, spawn_store
-from perdure.host.processes import Children, set_subreaper, start_process
 from perdure.errors import ConfigError, HostError
 from perdure.host.memory import MemoryGroup, OomWatch, memory_group_of
 from perdure.host.proc import children_of, descendants_of, incarnation, read_process, read_state
+from perdure.host.processes import Children, set_subreaper, start_process
 from perdure.vocab.generation import Address, Assignment, Member
 from perdure.vocab.ids import GenerationNumber, JobId, NodeId, Rank
 from perdure.wire.messages import Duty, Entry, ForkRequest, Launch, Orders

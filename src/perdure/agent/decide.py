@@ -45,6 +45,9 @@ from perdure.vocab.generation import Assignment
 from perdure.vocab.units import Instant, show_duration
 from perdure.wire.messages import Beat, Duty, Orders
 
+PACE_SECONDS = 0.5
+"""Steps that have not shown their pace for as long are slow enough to be stopped at without it."""
+
 Step = tuple[AgentState, list[AgentAction]]
 
 
@@ -108,7 +111,7 @@ def _end_workers(state: AgentState, now: Instant) -> Step:
     """End every worker that is not of the ordered generation; of one that outlives SIGKILL, say so once."""
     assert state.orders is not None
     wanted = generation_of(state)
-    gently = state.orders.duty is Duty.STOP and state.fenced is None
+    gently = state.orders.duty is Duty.STOP and state.fenced is None and not state.orders.at_once
     actions: list[AgentAction] = []
     ask, kill = [], []
     for worker in state.alive():
@@ -297,9 +300,17 @@ def _drain(state: AgentState, now: Instant) -> Step:
             msgspec.structs.replace(state, stop_after=orders.drain.stop_after),
             [StopAfter(orders.drain.stop_after)],
         )
-    if state.acked_drain < orders.generation:
+    if state.drain_seen is None:
+        state = msgspec.structs.replace(state, drain_seen=now)
+    if state.acked_drain < orders.generation and _knows_pace(state, now):
         return msgspec.structs.replace(state, acked_drain=orders.generation), [Tell(_drain_ack(state, orders, now))]
     return state, []
+
+
+def _knows_pace(state: AgentState, now: Instant) -> bool:
+    """Whether an answer would say how fast the steps go: where it is not known yet it is waited for a moment."""
+    said = beat(state)
+    return not said.tells or said.step_seconds is not None or now - (state.drain_seen or now) >= PACE_SECONDS
 
 
 def _drain_ack(state: AgentState, orders: Orders, now: Instant) -> DrainAcked:
@@ -334,7 +345,9 @@ def _tell_steps(state: AgentState, now: Instant) -> Step:
         actions.append(Tell(event))
     tells = all(w.progress.tells for w in workers)
     redo = orders.redo_until
-    if all_step and tells and redo is not None and state.caught_up < generation and min(steps) >= redo:
+    # Steps that are only counted begin at 1 in every life: nobody can say which of them were done before.
+    is_past = (redo is not None and min(steps, default=0) >= redo) if tells else orders.restarts > 0
+    if all_step and is_past and state.caught_up < generation:
         state = msgspec.structs.replace(state, caught_up=generation)
         actions.append(Tell(CaughtUp(id=UNSENT, at=now, node=state.node, generation=generation, step=min(steps))))
     saves = max((w.progress.reading.saves for w in workers if w.progress.reading is not None), default=0)

@@ -64,7 +64,7 @@ class Peers:
             for pong in answers:
                 if pong.generation > orders.generation and pong.members and self._config.node not in pong.members:
                     return f"{pong.node} says that generation {pong.generation} goes on without this node"
-            vouching += sum(self._config.node in pong.members for pong in answers)
+            vouching += sum(not pong.members or self._config.node in pong.members for pong in answers)
             if 2 * vouching > len(orders.peers):
                 break
         self._write(facts.peers_answered(self._read(), vouching, len(orders.peers) + 1, asked_at))

@@ -80,6 +80,8 @@ class AgentState(msgspec.Struct, frozen=True, kw_only=True):
     last_step: int | None = None
     """Highest step told by any worker of an earlier generation here."""
     acked_drain: GenerationNumber = GenerationNumber(0)
+    drain_seen: Instant | None = None
+    """When the order to drain was first seen."""
     forwarded: GenerationNumber = GenerationNumber(0)
     stop_after: int | None = None
     contact: Instant = 0.0

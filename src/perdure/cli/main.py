@@ -30,6 +30,8 @@ EXIT_FAILED, EXIT_USAGE = 1, 2
 OWN_PARSERS = {"run": run_verbs.run, "control": run_verbs.control}
 """Verbs whose words are torchrun's, which typer does not understand."""
 
+READERS = ("jobs", "why", "goodput")
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -52,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if words and words[0] in OWN_PARSERS:
             sys.exit(OWN_PARSERS[words[0]](words[1:], version()))
+        if not words or words[0] not in READERS:
+            _add_rare_verbs()
         app(words)
     except PerdureError as problem:
         print(f"perdure: {problem}", file=sys.stderr)
@@ -62,6 +66,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(EXIT_FAILED)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _add_rare_verbs() -> None:
+    """The simulator's imports are not paid by who starts a job or reads about one."""
+    from perdure.cli.sim import app as sim_app
+
+    app.add_typer(sim_app, name="sim")
 
 
 @app.command("run", help="Run a training script: torchrun's words, and more. See `perdure run --help`.")

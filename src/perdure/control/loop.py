@@ -14,7 +14,7 @@ from perdure.control.brain import next_deadline, step
 from perdure.control.hearing import resumed, telling
 from perdure.control.leases import Contacts, adopt, closed, connected, heard, next_loss, overdue
 from perdure.control.orders import basis, orders_for
-from perdure.control.state import State, event_id, fold
+from perdure.control.state import NodeState, State, event_id, fold
 from perdure.errors import EventLogError
 from perdure.playbook.parse import Catalogue
 from perdure.ports import Clock, EventLog, LogRecord
@@ -89,7 +89,7 @@ class Control:
         """Keep deadlines and leases. With `until_idle` it returns when the job has ended and its nodes have gone."""
         while True:
             now = self._clock.now()
-            times = (next_deadline(self.state), next_loss(telling(self._contacts, self.state, now), self.state))
+            times = (next_deadline(self.state, now), next_loss(telling(self._contacts, self.state, now), self.state))
             wait = min((t - now for t in times if t is not None), default=LONGEST_TICK)
             with anyio.move_on_after(min(max(wait, 0.001), LONGEST_TICK)):
                 await self._changed.wait()
@@ -164,6 +164,8 @@ class Control:
         self._refuse_stranger(node)
         self._refuse_namesake(node, now)
         known = self.state.nodes.get(node.id)
+        if known is not None and _is_over(known, node):
+            return Reply(fenced=True)
         events: list[AnyEvent] = []
         if known is not None and known.present and known.node.incarnation != node.incarnation:
             silent = now - self._contacts[node.id].heard_at if node.id in self._contacts else 0.0
@@ -176,11 +178,9 @@ class Control:
                 connection_closed=True,
             )
             events.append(gone)
-        was_fenced = known is not None and not known.present and known.node.incarnation == node.incarnation
-        if was_fenced:
-            return Reply(fenced=True)
         if known is None or not known.present or events or known.disconnected_at is not None:
-            events.append(NodeJoined(id=EventId(f"join/{node.id}/{node.incarnation}"), at=now, node=node))
+            join_id = EventId(f"join/{node.id}/{node.incarnation}/{self.state.version}")
+            events.append(NodeJoined(id=join_id, at=now, node=node))
         self._hear(node.id, now)
         self._advance(*events)
         acked = self.state.nodes[node.id].acked
@@ -246,7 +246,8 @@ class Control:
         ]
         self._advance(*events)
         acked = self.state.nodes[report.node].acked
-        return Reply(acked=acked, pushed=self._pushed.get(report.node, 0))
+        # Without a stream in this life of control, whatever the node has heard is old: it must connect again.
+        return Reply(acked=acked, pushed=self._pushed.get(report.node, self.state.version))
 
     def _hear(self, node: NodeId, now: float) -> None:
         self._contacts = heard(resumed(self._contacts, self.state, now), node, now)
@@ -362,3 +363,11 @@ def _meaning(orders: Orders) -> Orders:
     """`orders` without what changes although nothing has to be done differently."""
     drain = None if orders.drain is None else msgspec.structs.replace(orders.drain, grace=0.0)
     return msgspec.structs.replace(orders, version=0, drain=drain, redo_until=None)
+
+
+def _is_over(known: NodeState, node: Node) -> bool:
+    """Whether the life that asks to join has been declared lost, or was followed by another on the same machine."""
+    now, asked = known.node.incarnation, node.incarnation
+    if now == asked:
+        return not known.present
+    return now.boot_id == asked.boot_id and asked.started_ticks < now.started_ticks

@@ -15,7 +15,9 @@ def orders_for(state: State, node: NodeId, now: Instant) -> Orders:
     spec, generation = state.spec, state.generation
     common = Orders(version=state.version, job=spec.id, duty=Duty.WAIT, rules=spec.rules, stalls=spec.stalls)
     if state.ended is not None:
-        return msgspec.structs.replace(common, duty=Duty.STOP, exit_code=state.ended.exit_code, generation=state.number)
+        return msgspec.structs.replace(
+            common, duty=Duty.STOP, exit_code=state.ended.exit_code, generation=state.number, at_once=_is_hasty(state)
+        )
     if generation is None or not _has_part(state, generation, node):
         return msgspec.structs.replace(common, spare=True, generation=state.number, peers=_peers(state, node))
     running = generation.phase in (Phase.AGREED, Phase.RUNNING)
@@ -44,6 +46,10 @@ def basis(state: State) -> tuple[object, ...]:
     if state.previous is not None:
         nodes = (state.spares(), state.fit, tuple(k.node for k in state.nodes.values()))
     return state.ended, state.number, part, order, nodes
+
+
+def _is_hasty(state: State) -> bool:
+    return state.draining is not None and state.draining.request.grace <= 0
 
 
 def _has_part(state: State, generation: GenerationState, node: NodeId) -> bool:

@@ -168,6 +168,12 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
         free.sort(key=lambda k: (not k.ready, k.node.standby, k.node.order, k.node.id))
         return tuple(k.node.id for k in free)
 
+    def _cold(self) -> frozenset[NodeId]:
+        """Members that have come back and import still, while a warm spare waits: they are no help now."""
+        if self.previous is None or not any(self.nodes[spare].ready for spare in self.spares()):
+            return frozenset()
+        return frozenset(n for n in self.previous.nodes if n in self.nodes and not self.nodes[n].ready)
+
     def view(self) -> JobView:
         """The snapshot for policy. Only after JobSubmitted."""
         assert self.spec is not None
@@ -175,7 +181,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
             spec=self.spec,
             assignment=self.previous,
             next_number=GenerationNumber(self.number + 1),
-            present=self.fit,
+            present=self.fit - self._cold(),
             spares=self.spares(),
             restarts=self.restarts,
             past=self.past,

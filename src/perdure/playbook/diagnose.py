@@ -76,7 +76,8 @@ def _worker_exited(event: WorkerExited, catalogue: Catalogue) -> Diagnosis:
         return _of_worker(event, catalogue, fault, what, f"{error.type} {error.where}", error.traceback)
     if event.signal is not None:
         name = Signals(event.signal).name if event.signal in set(Signals) else f"signal {event.signal}"
-        return _of_worker(event, catalogue, "worker.signal", f"{where} was ended by {name}{step}", name)
+        fault = "worker.killed" if name == "SIGKILL" else "worker.signal"
+        return _of_worker(event, catalogue, fault, f"{where} was ended by {name}{step}", name)
     what = f"{where} ended with exit code {event.exit_code}{step}"
     fault = "worker.peer-lost" if is_lost_peer(event) else "worker.exit-code"
     return _of_worker(event, catalogue, fault, what, f"exit {event.exit_code}")

@@ -63,12 +63,13 @@ def _must_stop(job: JobView, diagnosis: Diagnosis, now: Instant, rules: Recovery
     fault = diagnosis.fault
     if fault.remedy is Remedy.STOP:
         return f"{diagnosis.what}; {fault.meaning[0].lower()}{fault.meaning[1:]}"
-    if fault.remedy is Remedy.RETRY_ONCE and any(past.fault == fault.id for past in job.past):
+    lately = (past for past in job.past if now - past.at < rules.restart_window)
+    if fault.remedy is Remedy.RETRY_ONCE and any(past.fault == fault.id for past in lately):
         return f"{diagnosis.what}; it had been retried once already. {fault.action}"
     if fault.id == "worker.exception" and _times_seen(job, diagnosis, now, rules) >= 1:
         return f"{diagnosis.what}; the same exception at the same line and step came back after one retry"
     times = _times_seen(job, diagnosis, now, rules) + 1
-    if diagnosis.step is not None and times >= STOP_AFTER:
+    if diagnosis.step is not None and times >= STOP_AFTER and fault.id != "worker.killed":
         which = f"{times}{_ordinal(times)}"
         return f"{diagnosis.what}; it is the {which} time at the same rank and step, and nothing has helped"
     if diagnosis.counts_as_restart:

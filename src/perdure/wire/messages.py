@@ -117,6 +117,8 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     peers: tuple[Peer, ...] = ()
     spare: bool = False
     exit_code: int = 0
+    at_once: bool = False
+    """With STOP: no grace, the user has asked twice."""
     rules: RecoveryRules = RecoveryRules()
     stalls: StallRules = StallRules()
 

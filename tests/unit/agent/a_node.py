@@ -13,7 +13,7 @@ from perdure.vocab.generation import Address, Assignment, Member
 from perdure.vocab.ids import GenerationNumber, JobId, NodeId, Rank
 from perdure.wire.layouts import NO_STEP, LoopPhase
 from perdure.wire.messages import DrainOrder, Duty, Orders, Peer
-from perdure.wire.page import SlotReading
+from perdure.wire.reading import SlotReading
 
 ME, OTHER, SPARE = NodeId("node-0"), NodeId("node-1"), NodeId("node-2")
 SLOTS = 2
@@ -83,8 +83,8 @@ class Node:
             self.state = facts.started(self.state, worker)
         return self.take(facts.launched(self.state))
 
-    def running(self) -> Self:
-        return self.ordered(Duty.GATHER).store().ordered(Duty.RUN).launched()
+    def running(self, **fields: Any) -> Self:
+        return self.ordered(Duty.GATHER).store().ordered(Duty.RUN, **fields).launched()
 
     def read(self, pid: int, step: int = NO_STEP, letter: str = "S", **fields: Any) -> Self:
         worker = self.state.workers[pid]

@@ -217,6 +217,11 @@ def test_having_caught_up_is_told_when_the_slowest_has() -> None:
     assert kinds(node.read(101, 7).told) == [e.CaughtUp]
 
 
+def test_counted_steps_of_a_script_that_tells_none_are_never_called_redone() -> None:
+    node = a_node().running(restarts=1).read(100, 1, tells=False).read(101, 1, tells=False)
+    assert kinds(node.told) == [e.StepsBegun, e.CaughtUp]
+
+
 def test_a_checkpoint_is_told() -> None:
     node = a_node().running().read(100, 5).read(101, 5)
     assert kinds(node.read(100, 5, saves=1).told) == [e.SavePassed]
@@ -226,9 +231,11 @@ def test_a_checkpoint_is_told() -> None:
 # --- draining and the end --------------------------------------------------------------------------------------------
 
 
-def test_a_drain_is_acknowledged_with_where_the_workers_stand() -> None:
+def test_a_drain_is_acknowledged_with_where_the_workers_stand_once_their_pace_is_known() -> None:
+    """Without the pace, the step to stop at may have been passed when the order comes, and ranks would differ."""
     node = a_node().running().read(100, 5).read(101, 6).ordered(Duty.RUN, drain=drain())
-    (event,) = node.told
+    assert node.told == []
+    (event,) = node.after(0.5).told
     assert isinstance(event, e.DrainAcked)
     assert (event.tells, event.last_step) == (True, 6)
 
@@ -240,6 +247,10 @@ def test_a_named_step_is_written_and_a_signal_is_forwarded_once() -> None:
     node = a_node().running().ordered(Duty.RUN, drain=drain()).ordered(Duty.RUN, drain=drain(forward=True))
     assert node.asked == [Signal((100, 101), 2)]
     assert node.after(1.0).actions == []
+
+
+def test_an_end_at_once_asks_nobody() -> None:
+    assert Signal((100, 101), 9) in a_node().running().ordered(Duty.STOP, at_once=True).asked
 
 
 def test_the_end_asks_first_and_kills_after_a_moment() -> None:

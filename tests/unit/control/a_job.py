@@ -70,23 +70,25 @@ class Job:
 
     def join(self, *indices: int, ready: bool = True, standby: bool = False) -> Self:
         for index in indices:
-            node = Node(
-                id=node_id(index),
-                incarnation=self.life(index),
-                host=f"host-{index}",
-                address=f"10.0.0.{index}",
-                slots=self.spec.workers_per_node,
-                version="1",
-                world=self.spec.world,
-                order=index,
-                standby=standby,
-            )
-            self.take(
-                e.NodeJoined(id=EventId(f"join/{index}/{self.life(index)}/{len(self.records)}"), at=self.now, node=node)
-            )
+            self.take(self.joined(index, standby=standby))
             if ready:
                 self.say(e.NodeReady, index, warm=True, seconds=1.0)
         return self
+
+    def joined(self, index: int, *, standby: bool = False) -> e.NodeJoined:
+        node = Node(
+            id=node_id(index),
+            incarnation=self.life(index),
+            host=f"host-{index}",
+            address=f"10.0.0.{index}",
+            slots=self.spec.workers_per_node,
+            version="1",
+            world=self.spec.world,
+            order=index,
+            standby=standby,
+        )
+        identity = EventId(f"join/{index}/{self.life(index)}/{len(self.records)}")
+        return e.NodeJoined(id=identity, at=self.now, node=node)
 
     def rejoin(self, *indices: int, ready: bool = True) -> Self:
         """The node is back with a new agent."""
@@ -129,17 +131,25 @@ class Job:
         return self.exit(rank, 1, error=error, step=step)
 
     def lose(self, index: int, *, closed: bool = True) -> Self:
+        return self.take(self.lost(index, closed=closed))
+
+    def lost(self, index: int, *, closed: bool = True) -> e.NodeLost:
         life = self.life(index)
-        return self.take(
-            e.NodeLost(
-                id=EventId(f"lost/{index}/{life}"),
-                at=self.now,
-                node=node_id(index),
-                incarnation=life,
-                silent_for=0.5 if closed else 5.5,
-                connection_closed=closed,
-            )
+        return e.NodeLost(
+            id=EventId(f"lost/{index}/{life}"),
+            at=self.now,
+            node=node_id(index),
+            incarnation=life,
+            silent_for=0.5 if closed else 5.5,
+            connection_closed=closed,
         )
+
+    def lose_and_rejoin_at_once(self, index: int) -> Self:
+        """Its agent is started again before anyone has noticed: control hears of both by the new one's join."""
+        lost = self.lost(index)
+        self.lives[index] = self.lives.get(index, 1) + 1
+        self.seqs[index] = 0
+        return self.take(lost, self.joined(index))
 
     def disconnect(self, index: int) -> Self:
         gone = EventId(f"gone/{index}/{len(self.records)}")

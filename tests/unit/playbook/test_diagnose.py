@@ -44,7 +44,7 @@ def test_exit_code_0_is_no_fault() -> None:
         (exited(7), "worker.exit-code"),
         (exited(1, log_tail="RuntimeError: Connection reset by peer"), "worker.peer-lost"),
         (exited(None, 11), "worker.signal"),
-        (exited(None, 9), "worker.signal"),
+        (exited(None, 9), "worker.killed"),
     ],
 )
 def test_a_workers_end_is_told_apart(event: e.WorkerExited, fault: str) -> None:

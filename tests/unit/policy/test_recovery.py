@@ -4,6 +4,7 @@ import pytest
 
 from perdure.policy.recovery import CLIMB_AFTER, STOP_AFTER
 from perdure.vocab.decision import GiveUp, ReplaceNode
+from perdure.vocab.event import MemoryEvidence
 from tests.unit.control.a_job import Job, a_job
 
 
@@ -88,3 +89,24 @@ def test_climbing_with_a_finished_member_gone_replaces_both() -> None:
         job.exit(0, None, 11, step=40).run()
     job.exit(2).exit(3).lose(1).exit(0, None, 11, step=40)
     assert set(job.members) <= {int(node.removeprefix("node-")) for node in job.state.fit}
+
+
+def test_kills_from_outside_take_from_the_budget_only_however_often_they_hit_one_step() -> None:
+    job = a_job(2, max_restarts=100).started()
+    for _ in range(STOP_AFTER + 2):
+        job.exit(2, None, 9, step=40).run()
+    assert job.state.ended is None
+
+
+@pytest.mark.parametrize(("apart", "action"), [(60.0, "give_up"), (7200.0, "restart_workers")])
+def test_lack_of_memory_is_retried_once_in_a_window(apart: float, action: str) -> None:
+    memory = MemoryEvidence(by="cgroup", limit=1 << 30, usage=1 << 30, rss=1 << 29, line="oom_kill 0 to 1")
+    job = a_job(2, restart_window=3600.0).started().exit(1, None, 9, memory=memory).run()
+    job.after(apart).exit(1, None, 9, memory=memory)
+    assert job.did == ["restart_workers", action]
+
+
+def test_a_member_that_comes_back_cold_leaves_its_ranks_to_a_warm_spare() -> None:
+    job = a_job(2).started().join(2).lose_and_rejoin_at_once(1)
+    assert job.did[-1] == "replace_node"
+    assert set(job.members) == {0, 2}
