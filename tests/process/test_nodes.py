@@ -21,7 +21,7 @@ from perdure.vocab.event import (
 )
 from perdure.vocab.generation import Assignment
 from perdure.vocab.ids import Rank
-from tests.process.jobs import Job, assert_ended, running, script
+from tests.process.jobs import SOURCE, Job, assert_ended, running, script
 
 TRAIN = (script("train.py"), "--out", "out")
 PLAIN = (script("plain.py"), "--out", "out")
@@ -232,3 +232,31 @@ def test_frozen_agent_is_replaced_and_ended_by_its_launcher(tmp_path: Path) -> N
         assert (lost.node, lost.connection_closed) == (victim, False)
         job.wait_stepping(2)
         assert all(read_state(pid) in (None, "Z") for pid in (frozen, *workers))
+
+
+SLOW_DISK = '''"""Its first import on this machine takes until somebody lets it go on."""
+
+import os
+import time
+
+try:
+    os.close(os.open("first", os.O_CREAT | os.O_EXCL))
+except FileExistsError:
+    pass
+else:
+    while not os.path.exists("go on"):
+        time.sleep(0.05)
+'''
+
+
+def test_machine_that_is_slow_to_start_delays_only_itself(tmp_path: Path) -> None:
+    """RESTART.md case 15: the ranks go to those that are ready; the slow one becomes the spare."""
+    (tmp_path / "cold.py").write_text(SLOW_DISK)
+    shape = ("--local-nodes", "3", "--nnodes", "2", "--spares", "1", "--preload", "cold")
+    with running(tmp_path, *shape, *PLAIN, env={"PYTHONPATH": f"{SOURCE}:{tmp_path}"}) as job:
+        job.wait_running(1)
+        (slow,) = {f"node-{i}" for i in range(3)} - set(job.members())
+        assert not [event for event in job.all(NodeReady) if event.node == slow]
+        (tmp_path / "go on").touch()
+        wait_ready_again(job, slow, 1)
+        assert len(job.all(GenerationBegan)) == 1

@@ -154,6 +154,8 @@ class Exit(msgspec.Struct, frozen=True):
 
 AgentAction = Signal | StartStore | EndStore | StartWorkers | Tell | AskPeers | StopAfter | Exit
 
+Step = tuple[AgentState, list[AgentAction]]
+"""What a rule gives: the state that remembers, and what is to be done."""
 UNSENT = EventId("")
 """Id of an event that has no number yet."""
 

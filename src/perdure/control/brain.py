@@ -6,22 +6,20 @@ replayed its log goes on where the one before it stopped. It knows no sockets, n
 
 from collections.abc import Iterator, Sequence
 
-from perdure.control.state import SAVE_ROUND, FaultEvent, GenerationState, NodeState, State, fold
+from perdure.control.draining import acks_until, drain
+from perdure.control.fold import SAVE_ROUND, fold
+from perdure.control.state import FaultEvent, GenerationState, NodeState, State
 from perdure.playbook.diagnose import diagnose, is_lost_peer
 from perdure.playbook.parse import Catalogue
 from perdure.policy import placement
-from perdure.policy.draining import stop_after
 from perdure.policy.recovery import recover, without_nodes
 from perdure.ports import LogRecord
-from perdure.vocab.decision import AnyAction, Begin, Decision, Drain, Finish, GiveUp, Grow, Quarantine
+from perdure.vocab.decision import AnyAction, Begin, Decision, Finish, GiveUp, Grow, Quarantine
 from perdure.vocab.event import (
     AnyEvent,
     GenerationBegan,
     GenerationRunning,
     JobEnded,
-    NodeLeft,
-    NodeLost,
-    StopRequested,
     TimePassed,
     WorkerExited,
     WorkerStalled,
@@ -41,7 +39,6 @@ GROW_UNTOLD_SECONDS = 30.0
 """How long a generation that tells no steps runs before it is interrupted to take more nodes in."""
 STALL_MARGIN = 1.0
 """Beyond the lease: control's own margin (0.5 s) and the way of the news."""
-EXIT_INCOMPLETE = 3
 
 
 def step(
@@ -81,7 +78,7 @@ def _deadlines(state: State, spec: JobSpec) -> Iterator[Instant]:
     if state.draining is not None:
         request = state.draining.request
         yield request.at + request.grace
-        yield _acks_until(request)
+        yield acks_until(request)
     elif generation is None and state.hold is None:
         yield _join_deadline(state)
         for known in state.nodes.values():
@@ -113,7 +110,7 @@ def _decide(state: State, now: Instant, catalogue: Catalogue) -> tuple[LogRecord
     if state.ended is not None or state.spec is None:
         return ()
     if state.draining is not None:
-        return _drain(state, now)
+        return drain(state, now)
     outside = _quarantine_outsider(state, now, catalogue)
     if outside:
         return outside
@@ -330,70 +327,6 @@ def _moment_to_grow(
         return (), EventId(""), ""  # a generation that has not done its first step is left alone
     passed = TimePassed(id=EventId(f"control//grow-{state.version}"), at=now, deadline="grow")
     return (passed,), passed.id, f"no step was told within {show_duration(GROW_UNTOLD_SECONDS)}"
-
-
-def _drain(state: State, now: Instant) -> tuple[LogRecord, ...]:
-    """Ask where the workers stand, name the step to stop at (or forward the signal), end when all have ended."""
-    assert state.draining is not None
-    request, order, generation = state.draining.request, state.draining.order, state.generation
-    until = request.at + request.grace
-    if generation is None or generation.phase is not Phase.RUNNING or request.grace <= 0:
-        return _end_stopped(now, f"stopped by {request.by}")  # no worker runs that has something to save
-    done = _ended_ranks(state, generation)
-    if len(done) >= generation.assignment.world_size or now >= until:
-        how = (
-            "all workers have ended"
-            if now < until
-            else f"{show_duration(request.grace)} were over (--shutdown-timeout)"
-        )
-        return _end_stopped(now, f"stopped by {request.by}; {how}")
-    if order is None:
-        ask = Drain(id=ActionId(f"1-{generation.number}-drain"), until=until, signal=request.signal)
-        return (Decision(at=now, answers=request.id, because=f"{request.by}: save and end", actions=(ask,)),)
-    if order.stop_after is None and not order.forward:
-        return _name_stop(state, generation, request, until, now)
-    return ()
-
-
-def _acks_until(request: StopRequested) -> Instant:
-    """How long the nodes' answers to a stop are waited for."""
-    return request.at + min(1.0, request.grace / 2)
-
-
-def _name_stop(
-    state: State, generation: GenerationState, request: StopRequested, until: Instant, now: Instant
-) -> tuple[LogRecord, ...]:
-    acks = {ack.node: ack for ack in generation.acks}
-    silent = set(generation.assignment.nodes) - set(acks)
-    if silent and now < _acks_until(request):
-        return ()
-    records: tuple[LogRecord, ...] = ()
-    if silent:
-        answers = EventId(f"control//acks-{state.version}")
-        records = (TimePassed(id=answers, at=now, deadline="acks"),)
-    else:
-        answers = generation.acks[-1].id
-    identity = ActionId(f"1-{generation.number}-drain-2")
-    if not silent and all(ack.tells for ack in acks.values()):
-        last = stop_after([a.last_step for a in acks.values()], [a.step_seconds for a in acks.values()])
-        order = Drain(id=identity, until=until, signal=request.signal, stop_after=last)
-        because = f"all ranks tell their steps, so all end after step {last}"
-    else:
-        order = Drain(id=identity, until=until, signal=request.signal, forward=True)
-        why = f"{', '.join(sorted(silent))} has not answered" if silent else "the script does not tell its steps"
-        because = f"{why}, so the signal goes to the workers"
-    return *records, Decision(at=now, answers=answers, because=because, actions=(order,))
-
-
-def _ended_ranks(state: State, generation: GenerationState) -> set[int]:
-    gone = {e.rank for e in state.unanswered if isinstance(e, WorkerExited)}
-    lost = {e.node for e in state.unanswered if isinstance(e, NodeLost | NodeLeft)}
-    ranks = {r for m in generation.assignment.members if m.node in lost for r in m.ranks}
-    return set(generation.finished) | gone | ranks
-
-
-def _end_stopped(now: Instant, reason: str) -> tuple[LogRecord, ...]:
-    return (JobEnded(id=EventId("control//end"), at=now, exit_code=EXIT_INCOMPLETE, reason=reason),)
 
 
 def _end_by_deadline(state: State, now: Instant, deadline: str, reason: str) -> tuple[LogRecord, ...]:

@@ -11,10 +11,11 @@ import anyio
 import msgspec
 
 from perdure.control.brain import next_deadline, step
+from perdure.control.fold import event_id, fold
 from perdure.control.hearing import resumed, telling
 from perdure.control.leases import Contacts, adopt, closed, connected, heard, next_loss, overdue
 from perdure.control.orders import basis, orders_for
-from perdure.control.state import NodeState, State, event_id, fold
+from perdure.control.state import NodeState, State
 from perdure.errors import EventLogError
 from perdure.playbook.parse import Catalogue
 from perdure.ports import Clock, EventLog, LogRecord

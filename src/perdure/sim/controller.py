@@ -10,9 +10,10 @@ import msgspec
 
 from perdure.control import leases
 from perdure.control.brain import next_deadline
+from perdure.control.fold import event_id, replay
 from perdure.control.hearing import resumed, telling
 from perdure.control.orders import basis, orders_for
-from perdure.control.state import State, event_id, replay
+from perdure.control.state import State
 from perdure.ports import LogRecord
 from perdure.sim.agenda import Agenda, Alarm
 from perdure.vocab.event import (

@@ -6,7 +6,8 @@ import msgspec
 
 from perdure.agent.decide import act
 from perdure.control.brain import step
-from perdure.control.state import State, replay
+from perdure.control.fold import replay
+from perdure.control.state import State
 from perdure.goodput import Ledger, account
 from perdure.playbook.parse import Catalogue
 from perdure.ports import LogRecord

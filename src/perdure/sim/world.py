@@ -7,7 +7,8 @@ import random
 from collections.abc import Callable
 
 from perdure.control import leases
-from perdure.control.state import State, fold
+from perdure.control.fold import fold
+from perdure.control.state import State
 from perdure.ports import LogRecord
 from perdure.sim.agenda import START, Agenda
 from perdure.sim.checker import RecordChecker, Violation

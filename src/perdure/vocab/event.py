@@ -89,7 +89,7 @@ class TimePassed(Event, frozen=True, kw_only=True, tag="time_passed"):
     """A deadline of control's own was reached. Recorded so that a replay decides alike."""
 
     deadline: str
-    """Which one: join, last_call, hold, stop."""
+    """Which one: join, hold, grow, acks."""
 
 
 # --- from an agent ---------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class CaughtUp(Event, frozen=True, kw_only=True, tag="caught_up"):
 
 
 class SavePassed(Event, frozen=True, kw_only=True, tag="save_passed"):
-    """All ranks of the node have ended a checkpoint phase; a good moment to grow."""
+    """A rank of the node has ended a checkpoint phase, for the first time or once more; a good moment to grow."""
 
     node: NodeId
     generation: GenerationNumber
@@ -291,7 +291,7 @@ class GenerationRunning(Event, frozen=True, kw_only=True, tag="generation_runnin
 
 
 class JobEnded(Event, frozen=True, kw_only=True, tag="job_ended"):
-    """The last record of a log."""
+    """The job is over; only its nodes' good-byes follow in a log."""
 
     exit_code: int
     reason: str

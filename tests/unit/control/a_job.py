@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from perdure.control.brain import step
+from perdure.control.fold import event_id, replay
 from perdure.control.orders import orders_for
-from perdure.control.state import State, event_id, replay
+from perdure.control.state import State
 from perdure.playbook.parse import Catalogue, parse_catalogue
 from perdure.ports import LogRecord
 from perdure.sim.checker import check_records

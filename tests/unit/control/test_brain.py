@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from perdure.control.brain import ECHO_SECONDS, GROW_UNTOLD_SECONDS, PREFER_MEMBERS_SECONDS, next_deadline, step
-from perdure.control.state import replay
+from perdure.control.fold import replay
 from perdure.vocab import event as e
 from perdure.vocab.generation import Phase
 from perdure.vocab.node import NodeCondition
