@@ -139,9 +139,14 @@ class Job:
         return [r for r in self.all(NodeJoined) if r.node.id == node][-1].node.incarnation.pid
 
     def control(self) -> int:
-        match = re.search(rb'"pid":\s*(\d+)', (self.folder / "control").read_bytes())
-        assert match is not None
-        return int(match[1])
+        """Pid of the control that lives now; waited for, where it is just being started again."""
+
+        def find() -> int | None:
+            path = self.folder / "control"
+            match = re.search(rb'"pid":\s*(\d+)', path.read_bytes()) if path.exists() else None
+            return int(match[1]) if match is not None and read_stat(int(match[1])) is not None else None
+
+        return wait_until(find)
 
     def members(self) -> tuple[NodeId, ...]:
         return self.generation().assignment.nodes

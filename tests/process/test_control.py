@@ -84,8 +84,8 @@ def test_control_killed_beside_node_0_is_started_again_and_nobody_notices(tmp_pa
         other = net.start("bob", "run", *words, *program)
         job.wait_stepping(1)
         pids, before = job.workers(), job.control()
-        for kill in range(3):
-            os.kill(job.control(), signal.SIGKILL)
+        for kill, number in enumerate((signal.SIGKILL, signal.SIGTERM, signal.SIGKILL)):
+            os.kill(job.control(), number)
             job.wait_event(ControlStarted, kill + 2)
         wait_all_tick(out, 4, time.monotonic())
         assert job.control() != before

@@ -81,6 +81,7 @@ def summarize(
                 assignment, generations = record.assignment, generations + 1
             case e.JobEnded():
                 end = record
+                break  # its nodes' good-byes are no news
             case _:
                 pass
     if end is None:

@@ -136,8 +136,15 @@ class Launcher:
             tls=self._request.tls,
             until_idle=False,
         )
-        codes = frozenset({0, EXIT_USAGE, EXIT_PORT_TAKEN})
-        return Program(name=CONTROL, argv=argv_of("control"), config=msgspec.json.encode(start), final_codes=codes)
+        return Program(
+            name=CONTROL,
+            argv=argv_of("control"),
+            config=msgspec.json.encode(start),
+            final_codes=frozenset({EXIT_USAGE}),
+        )
+
+    def _bind_port(self) -> int:
+        return self._bind.port if self._bind is not None else 0
 
     def _agent_program(self, node: NodeToStart) -> Program:
         start = AgentStart(
@@ -190,13 +197,13 @@ class Launcher:
         """What follows the end of one of our programs."""
         program = life.program
         if program.name == CONTROL:
-            if life.exit_code in program.final_codes:
-                if self._ended is None:
-                    self._codes[CONTROL] = EXIT_USAGE if life.exit_code == EXIT_USAGE else 1
-                    self._done.set()
+            never_ran = self._control is None
+            if life.exit_code == EXIT_USAGE or (never_ran and life.exit_code == EXIT_PORT_TAKEN):
+                self._codes[CONTROL] = EXIT_USAGE if life.exit_code == EXIT_USAGE else 1
+                self._done.set()
                 return None
-            port = self._control.port if self._control is not None else 0
-            return self._control_program(port)
+            # Whoever ended it, and however: the job goes on, so control does.
+            return self._control_program(self._control.port if self._control is not None else self._bind_port())
         self._deaths[program.name] = self._deaths.get(program.name, 0) + 1 if life.seconds < YOUNG else 1
         hopeless = self._deaths[program.name] > MOST_EARLY_DEATHS
         if self._is_leaving:
