@@ -5,7 +5,7 @@ It knows limits (`policy.stalls`) and readings; it does not know who reads them,
 
 import msgspec
 
-from perdure.policy.stalls import Limit, percentile, stall_limit
+from perdure.policy.stalls import Limit, percentile, shortest_limit, stall_limit
 from perdure.vocab.job import StallRules
 from perdure.vocab.units import Instant, Seconds
 from perdure.wire.layouts import NO_STEP, LoopPhase
@@ -99,6 +99,8 @@ def worked(progress: Progress, work: Work, now: Instant) -> Progress:
 
 def wants_evidence(progress: Progress, now: Instant, rules: StallRules) -> bool:
     """Whether the counters should be read now: only of a worker that has been silent for a good part of its limit."""
+    if now - progress.since < shortest_limit(rules) / 4:
+        return False
     limit = limit_of(progress, rules)
     if limit is None or now - progress.since < limit.quiet / 4:
         return False
@@ -122,10 +124,12 @@ def stall(progress: Progress, state_letter: str, now: Instant, rules: StallRules
 
     A process in state D waits for a device: whatever it waits for has its own limits, and SIGKILL would not help.
     """
-    limit = limit_of(progress, rules)
-    if limit is None or state_letter in ("D", "t", "T"):
-        return None
     silent = now - progress.since
+    if silent < shortest_limit(rules) or state_letter in ("D", "t", "T"):
+        return None  # asked 20 times a second: what the limit is need not be found out yet
+    limit = limit_of(progress, rules)
+    if limit is None:
+        return None
     if progress.worked_at is not None and progress.worked_at > progress.since:
         quiet_for = now - progress.worked_at
         if limit.busy is not None and silent > limit.busy:

@@ -51,6 +51,13 @@ def stall_limit(
             raise ValueError(f"no such phase: {phase}")
 
 
+def shortest_limit(rules: StallRules) -> Seconds:
+    """No limit that `stall_limit` can give is shorter."""
+    limits = [rules.floor, BELOW_COLLECTIVE * rules.collective_timeout, rules.start_up, rules.first_step]
+    limits += [rules.untold, rules.checkpoint, rules.evaluation, *(() if rules.fixed is None else (rules.fixed,))]
+    return min(limits)
+
+
 def _training_limit(tells: bool, steps: Sequence[Seconds], rules: StallRules) -> Limit:
     if not tells:
         return Limit(quiet=rules.untold, busy=None, source="the script tells only its optimizer steps")

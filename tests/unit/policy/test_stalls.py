@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from perdure.policy.stalls import Limit, percentile, stall_limit
+from perdure.policy.stalls import Limit, percentile, shortest_limit, stall_limit
 from perdure.vocab.job import StallRules
 
 RULES = StallRules()
@@ -67,3 +67,13 @@ def test_the_users_limit_replaces_all_after_the_first_step_whatever_the_worker_d
 def test_percentile_is_a_value_that_occurred() -> None:
     assert percentile((3.0, 1.0, 2.0), 0.5) == 2.0
     assert percentile(tuple(float(n) for n in range(100)), 0.99) == 98.0
+
+
+@pytest.mark.parametrize("rules", [StallRules(), StallRules(fixed=0.7), StallRules(collective_timeout=1.0)])
+def test_no_limit_is_below_the_shortest(rules: StallRules) -> None:
+    limits = [
+        stall_limit(phase, tells=tells, steps=[0.001] * 20, phases=[0.001] * 5, rules=rules)
+        for phase in ("start_up", "first_step", "training", "checkpoint", "evaluation", "other")
+        for tells in (False, True)
+    ]
+    assert min(limit.quiet for limit in limits if limit is not None) >= shortest_limit(rules)
