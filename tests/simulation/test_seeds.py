@@ -6,7 +6,7 @@ from perdure.sim.checker import check_records
 from tests.simulation.seeds import check, outcome_of
 
 AT_ONCE = 25
-ONCE_BAD = (63, 177, 260, 386, 425, 449, 535, 1098, 1230, 1306, 1608, 2503, 2802)
+ONCE_BAD = (63, 177, 260, 297, 386, 425, 449, 506, 535, 1098, 1230, 1265, 1306, 1608, 2503, 2802)
 """Seeds that found a bug: each was a job that never ended, two generations at once, or a rank that ran twice."""
 
 

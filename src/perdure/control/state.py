@@ -138,10 +138,13 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(k.node.id for k in free)
 
     def _cold(self) -> frozenset[NodeId]:
-        """Members that have come back and import still, while a warm spare waits: they are no help now."""
-        if self.previous is None or not any(self.nodes[spare].ready for spare in self.spares()):
+        """Members in a new life that import still, while a warm spare waits: they are no help now.
+
+        Only those that the current generation has lost: their new life has no part in it, so it starts no worker of it.
+        """
+        if self.generation is None or not any(self.nodes[spare].ready for spare in self.spares()):
             return frozenset()
-        return frozenset(n for n in self.previous.nodes if n in self.nodes and not self.nodes[n].ready)
+        return frozenset(node for node in self.generation.gone if not self.nodes[node].ready)
 
     def view(self) -> JobView:
         """The snapshot for policy. Only after JobSubmitted."""
