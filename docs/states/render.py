@@ -1,6 +1,6 @@
 """Writes docs/states/generation.md from the table in perdure.vocab.generation.
 
-Run it after a change of the table; tests/docs/test_states.py fails while the page is not what this prints.
+Run it after a change of the table; tests/docs/test_pages.py fails while the page is not what this prints.
 """
 
 from pathlib import Path

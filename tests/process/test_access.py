@@ -227,8 +227,8 @@ def test_readers_on_other_machines_ask_control(tmp_path: Path) -> None:
         assert denied.returncode == 1
         assert denied.stderr.count("\n") == 1
         assert "refused our token" in denied.stderr
+        assert job.all(NodeLost) == []
         net.isolate("ada")
         away = net["cyd"].perdure("why", *asked)
         assert away.returncode == 1
         assert away.stderr.count("\n") == 1, away.stderr
-        assert job.all(NodeLost) == []

@@ -12,6 +12,7 @@ from perdure.vocab.decision import GiveUp, Grow, Hold, ReplaceNode, Shrink
 from perdure.vocab.event import (
     GenerationBegan,
     JobEnded,
+    NodeGathered,
     NodeJoined,
     NodeLost,
     NodeReady,
@@ -92,6 +93,38 @@ def test_lost_nodes_that_rejoin_in_a_row_all_come_back(tmp_path: Path, losses: i
         assert len(job.members()) == 2
         job.interrupt()
         assert job.end() == 3
+
+
+def test_node_that_is_replaced_while_it_lives_has_ended_its_workers_before_others_start(tmp_path: Path) -> None:
+    """The ladder's third time at one rank and step: the node is there, and so is the rank beside the failing one."""
+    (tmp_path / "fail.py").write_text(
+        "import os, pathlib, signal, time\nimport perdure\n\n"
+        "run = perdure.current_run()\n"
+        "mine = pathlib.Path(f'pids/{run.restarts}-{run.rank}-{os.getpid()}')\n"
+        "for other in mine.parent.iterdir():\n"
+        "    restarts, rank, pid = other.name.split('-')\n"
+        "    if int(restarts) < run.restarts and pathlib.Path('/proc', pid).exists():\n"
+        "        pathlib.Path('overlap').write_text(f'{other.name} lives beside {mine.name}')\n"
+        "mine.touch()\n"
+        "for step in run.steps(stop=10 if run.restarts == 3 else 1000):\n"
+        "    if step == 5 and run.rank == 3 and run.restarts < 3:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    time.sleep(0.02)\n"
+    )
+    (tmp_path / "pids").mkdir()
+    words = ("--local-nodes", "3", "--nnodes", "2", "--spares", "1", "--nproc-per-node", "2", "--max-restarts", "5")
+    with running(tmp_path, *words, "fail.py") as job:
+        job.wait_event(GenerationBegan)
+        bad = job.members()[1]
+        spare_of(job, 3)
+        assert job.end() == 0
+        assert job.actions() == ["Begin", "RestartWorkers", "RestartWorkers", "ReplaceNode", "Finish"]
+        assert bad not in job.members()
+        records = job.records()
+        cleared = [r for r in records if isinstance(r, NodeGathered) and (r.generation, r.node) == (4, bad)]
+        started = [r for r in records if isinstance(r, WorkersStarted) and r.generation == 4]
+        assert records.index(cleared[0]) < min(map(records.index, started))
+        assert not (tmp_path / "overlap").exists(), (tmp_path / "overlap").read_text()
 
 
 def test_job_without_spare_is_held_and_resumes_when_the_node_is_back(tmp_path: Path) -> None:

@@ -54,6 +54,10 @@ def does_not_wait_for_all_to_gather(state: State, events: tuple[AnyEvent, ...], 
     return step(state, (*events, *invented), now, catalogue())
 
 
+def does_not_wait_for_those_it_left_out(state: State, events: tuple[AnyEvent, ...], now: Instant) -> Stepped:
+    return step(replace(state, uncleared=frozenset()), events, now, catalogue())
+
+
 def does_not_hear_of_lost_nodes(state: State, events: tuple[AnyEvent, ...], now: Instant) -> Stepped:
     return step(state, tuple(e for e in events if not isinstance(e, NodeLost)), now, catalogue())
 
@@ -69,6 +73,7 @@ BROKEN_BRAINS = (
     forgets_what_it_acknowledged,
     has_no_budget,
     does_not_wait_for_all_to_gather,
+    does_not_wait_for_those_it_left_out,
     does_not_hear_of_lost_nodes,
     counts_generations_from_one,
 )

@@ -219,7 +219,7 @@ def _hosted(state: AgentState) -> Assignment | None:
 
 def _start_store(state: AgentState, now: Instant) -> Step:
     hosted = _hosted(state)
-    if hosted is None or (state.store is not None and state.store.generation >= hosted.number):
+    if hosted is None or not state.ready or (state.store is not None and state.store.generation >= hosted.number):
         return state, []
     if state.orders is not None and state.orders.duty is not Duty.GATHER:
         return state, []
@@ -261,7 +261,8 @@ def _start(state: AgentState, now: Instant) -> Step:
         return state, []
     # Late orders of a node that has been cut off meanwhile start nothing: it may have been replaced.
     in_touch = now - max(state.contact, state.peers_ok) <= orders.rules.lease
-    if in_touch and state.starting < orders.generation and not state.alive() and not state.launching:
+    may_start = state.ready and in_touch and not state.alive() and not state.launching
+    if may_start and state.starting < orders.generation:
         fresh = msgspec.structs.replace(state, starting=orders.generation, launching=True, saves=0)
         return fresh, [StartWorkers(orders)]
     workers = state.of(orders.generation)

@@ -74,7 +74,6 @@ class Agent:
         self._kick = anyio.Event()
         self._ended = anyio.Event()
         self._exit = Exit(1, "the agent has not run")
-        self._ready = anyio.Event()
         self._peers = Peers(config, self._peer_token, self._read_state, self._write_state)
         self._rss: dict[int, int] = {}
 
@@ -190,7 +189,7 @@ class Agent:
             self._state = facts.changed(self._state, worker, progress=progress, state_letter=letter)
 
     async def _keep_warm(self) -> None:
-        await keep_warm(self._config, self._ranks, self._link.tell, self._ready.set)
+        await keep_warm(self._config, self._ranks, self._link.tell, lambda: self._set(facts.warmed(self._state)))
 
     async def _follow_exits(self) -> None:
         async for ended in self._children.exits:
@@ -296,7 +295,6 @@ class Agent:
         self._link.tell(event)
 
     async def _start_store(self, generation: GenerationNumber) -> None:
-        await self._ready.wait()
         try:
             pid, address = await self._ranks.start_store(generation)
         except HostError as problem:
@@ -306,7 +304,6 @@ class Agent:
         self._set(facts.store_listens(self._state, generation, pid, address))
 
     async def _start_workers(self, orders: Orders) -> None:
-        await self._ready.wait()
         self._page.stop_after(None)
         self._ranks.forget_memory_events()
         try:

@@ -65,7 +65,7 @@ class AgentState(msgspec.Struct, frozen=True, kw_only=True):
     """By pid: the living and those whose end has not been told."""
     store: StoreState | None = None
     ready: bool = False
-    """The fork server has spoken, or there is none."""
+    """Workers and stores can be started: the fork server has spoken, or there will be none."""
     gathered: GenerationNumber = GenerationNumber(0)
     """Newest generation for which NodeGathered was told."""
     starting: GenerationNumber = GenerationNumber(0)
@@ -172,6 +172,11 @@ def ordered(state: AgentState, orders: Orders) -> AgentState:
 
 def started(state: AgentState, worker: WorkerState) -> AgentState:
     return msgspec.structs.replace(state, workers={**state.workers, worker.pid: worker})
+
+
+def warmed(state: AgentState) -> AgentState:
+    """Processes can be started from now on."""
+    return msgspec.structs.replace(state, ready=True)
 
 
 def launched(state: AgentState) -> AgentState:

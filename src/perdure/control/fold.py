@@ -160,6 +160,7 @@ def _fold_node(state: State, event: NodeJoined | NodeLost | NodeLeft | NodeDisco
             return _with_node(state, known, disconnected_at=event.at)
         case NodeLost() | NodeLeft() if known.node.incarnation == event.incarnation and known.present:
             state = _gone(_with_node(state, known, present=False, ready=False, disconnected_at=None), event.node)
+            state = _cleared(state, event.node)
             return _ask(state, event) if _is_needed(state, event.node) else state
         case _:
             return state
@@ -219,7 +220,7 @@ def _fold_generation(state: State, event: GenerationEvent) -> State:
     if isinstance(event, GenerationRunning):
         return _move_generation(state, Move.STARTED)
     if generation.assignment.member(event.node) is None:
-        return state
+        return _cleared(state, event.node) if isinstance(event, NodeGathered) else state
     if isinstance(event, StoreLost) and generation.finished:
         return state  # the end is near; who still needs the store will fail, and that is answered
     if isinstance(event, WorkerExited) and event.exit_code != 0:
@@ -230,7 +231,7 @@ def _fold_generation(state: State, event: GenerationEvent) -> State:
         generation = msgspec.structs.replace(generation, redo_until=state.high_step)
     if isinstance(event, SavePassed):
         state = msgspec.structs.replace(state, tells_saves=True)
-    return msgspec.structs.replace(state, generation=_told(generation, event, state.version))
+    return _advance(msgspec.structs.replace(state, generation=_told(generation, event, state.version)))
 
 
 def _told(generation: GenerationState, event: MemberEvent, version: int) -> GenerationState:
@@ -239,7 +240,7 @@ def _told(generation: GenerationState, event: MemberEvent, version: int) -> Gene
     match event:
         case NodeGathered():
             gathered = generation.gathered | {event.node}
-            return _advance(replace(generation, gathered=gathered, store=event.store or generation.store))
+            return replace(generation, gathered=gathered, store=event.store or generation.store)
         case WorkersStarted():
             return replace(generation, started=generation.started | {event.node})
         case StepsBegun():
@@ -259,14 +260,25 @@ def _told(generation: GenerationState, event: MemberEvent, version: int) -> Gene
             assert_never(event)
 
 
-def _advance(generation: GenerationState) -> GenerationState:
-    """INTERRUPTING → GATHERING → AGREED as far as the members have come."""
+def _advance(state: State) -> State:
+    """INTERRUPTING → GATHERING → AGREED as far as the members, and those that were left out, have come."""
+    generation = state.generation
+    if generation is None:
+        return state
     phase = generation.phase
-    if phase is Phase.INTERRUPTING and set(generation.assignment.nodes) <= generation.gathered:
+    all_gathered = set(generation.assignment.nodes) <= generation.gathered
+    if phase is Phase.INTERRUPTING and all_gathered and not state.uncleared:
         phase = move(phase, Move.CLEARED)
     if phase is Phase.GATHERING and generation.store is not None:
         phase = move(phase, Move.GATHERED)
-    return msgspec.structs.replace(generation, phase=phase)
+    if phase is generation.phase:
+        return state
+    return msgspec.structs.replace(state, generation=msgspec.structs.replace(generation, phase=phase))
+
+
+def _cleared(state: State, node: NodeId) -> State:
+    """Nothing of an earlier generation runs on `node` any more, or it is gone with all that ran there."""
+    return _advance(msgspec.structs.replace(state, uncleared=state.uncleared - {node}))
 
 
 def _raise_high_step(state: State, event: GenerationEvent) -> State:
@@ -309,6 +321,8 @@ def _fold_decision(state: State, decision: Decision) -> State:
             state = msgspec.structs.replace(state, restarts=(*state.restarts, decision.at)[-PAST_KEPT:])
     state = msgspec.structs.replace(state, unanswered=tuple(e for e in state.unanswered if e.id != decision.answers))
     for action in decision.actions:
+        if isinstance(action, ReplaceNode):
+            state = _suspect(state, action)
         match action:
             case RestartWorkers() | ReplaceNode() | Shrink() | Grow() | Begin():
                 state = _begin(state, action.assignment, decision)
@@ -328,6 +342,16 @@ def _fold_decision(state: State, decision: Decision) -> State:
     return state
 
 
+def _suspect(state: State, action: ReplaceNode) -> State:
+    """Who is replaced while it lives was not lost: its ranks have failed there again and again."""
+    gone = state.generation.gone if state.generation is not None else frozenset()
+    for node in action.lost:
+        known = state.nodes[node]
+        if known.present and node not in gone and known.condition is NodeCondition.HEALTHY:
+            state = _with_node(state, known, condition=NodeCondition.SUSPECT)
+    return state
+
+
 def _begin(state: State, assignment: Assignment, decision: Decision) -> State:
     return msgspec.structs.replace(
         state,
@@ -340,9 +364,20 @@ def _begin(state: State, assignment: Assignment, decision: Decision) -> State:
         ),
         number=assignment.number,
         previous=assignment,
+        uncleared=_left_out(state, assignment),
         hold=None,
         unanswered=_outliving(state),
     )
+
+
+def _left_out(state: State, assignment: Assignment) -> frozenset[NodeId]:
+    """Nodes that may still run workers of an earlier generation, and have no part in `assignment` that would end them.
+
+    Quarantined ones too: what cannot be killed there is given up by its agent, and everything else is waited for.
+    """
+    before = set(state.previous.nodes) if state.previous is not None else set()
+    there = {node for node in before | state.uncleared if state.nodes[node].present}
+    return frozenset(there - set(assignment.nodes))
 
 
 def _outliving(state: State) -> tuple[FaultEvent, ...]:

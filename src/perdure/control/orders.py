@@ -18,6 +18,14 @@ def orders_for(state: State, node: NodeId, now: Instant) -> Orders:
         return msgspec.structs.replace(
             common, duty=Duty.STOP, exit_code=state.ended.exit_code, generation=state.number, at_once=_is_hasty(state)
         )
+    if generation is not None and node in state.uncleared:
+        return msgspec.structs.replace(
+            common,
+            duty=Duty.GATHER,
+            generation=generation.number,
+            assignment=generation.assignment,
+            peers=_peers(state, node),
+        )
     if generation is None or not _has_part(state, generation, node):
         return msgspec.structs.replace(common, spare=True, generation=state.number, peers=_peers(state, node))
     running = generation.phase in (Phase.AGREED, Phase.RUNNING)
@@ -45,7 +53,7 @@ def basis(state: State) -> tuple[object, ...]:
     nodes: tuple[object, ...] = ()
     if state.previous is not None:
         nodes = (state.spares(), state.fit, tuple(k.node for k in state.nodes.values()))
-    return state.ended, state.number, part, order, nodes
+    return state.ended, state.number, part, order, nodes, state.uncleared
 
 
 def _is_hasty(state: State) -> bool:

@@ -62,6 +62,10 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     def is_fit(self) -> bool:
         return self.present and self.condition is not NodeCondition.QUARANTINED
 
+    @property
+    def is_suspect(self) -> bool:
+        return self.condition is NodeCondition.SUSPECT
+
 
 class GenerationState(msgspec.Struct, frozen=True, kw_only=True):
     """The current generation."""
@@ -114,6 +118,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     number: GenerationNumber = GenerationNumber(0)
     previous: Assignment | None = None
     """Of the newest generation, also while none runs (a hold)."""
+    uncleared: frozenset[NodeId] = frozenset()
+    """Nodes left out although they are there: no generation is agreed before they have ended their workers."""
     restarts: tuple[Instant, ...] = ()
     past: tuple[PastFault, ...] = ()
     hold: Hold | None = None
@@ -131,10 +137,13 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset(node for node, known in self.nodes.items() if known.is_fit)
 
     def spares(self) -> tuple[NodeId, ...]:
-        """Fit nodes outside the current world, the best first: warm ones, and members-to-be before standbys."""
+        """Fit nodes outside the current world, the best first: warm ones, and members-to-be before standbys.
+
+        A suspect node comes last, however warm: a job must not be restarted into the node that it was taken from.
+        """
         members = set(self.previous.nodes) if self.previous is not None else set()
         free = [k for n, k in self.nodes.items() if k.is_fit and k.disconnected_at is None and n not in members]
-        free.sort(key=lambda k: (not k.ready, k.node.standby, k.node.order, k.node.id))
+        free.sort(key=lambda k: (k.is_suspect, not k.ready, k.node.standby, k.node.order, k.node.id))
         return tuple(k.node.id for k in free)
 
     def _cold(self) -> frozenset[NodeId]:

@@ -105,6 +105,8 @@ class RecordChecker:
         """Of a decision whose GenerationBegan has not come yet."""
         self._holding = False
         self._gathered: set[NodeId] = set()
+        self._left_out: set[NodeId] = set()
+        """Nodes that worked in an earlier generation, are there still in that life, and have no part in this one."""
         self._running: GenerationNumber | None = None
         self._restarts: list[Instant] = []
         self._ended = False
@@ -145,8 +147,10 @@ class RecordChecker:
             if before is not None and before != record.node.incarnation:
                 self._fail("a node has one life at a time", f"{record.node.id} joined again before it was lost")
             self._present[record.node.id] = record.node.incarnation
-        elif self._present.pop(record.node, None) != record.incarnation:
-            self._fail("only who is there can go", f"{record.node} went in a life that was not there")
+        else:
+            self._left_out.discard(record.node)
+            if self._present.pop(record.node, None) != record.incarnation:
+                self._fail("only who is there can go", f"{record.node} went in a life that was not there")
 
     # --- generations -------------------------------------------------------------------------------------------------
 
@@ -170,6 +174,8 @@ class RecordChecker:
             self._fail("a world has the size that was asked for", f"generation {now.number}: {len(now.nodes)} nodes")
         if before is not None and before.world_size == now.world_size:
             self._stable(before, now)
+        earlier = self._left_out | (set(before.nodes) if before is not None else set())
+        self._left_out = {node for node in earlier - set(now.nodes) if node in self._present}
         self._assignment, self._gathered, self._running, self._holding = now, set(), None, False
 
     def _stable(self, before: Assignment, now: Assignment) -> None:
@@ -188,10 +194,15 @@ class RecordChecker:
         match record:
             case e.NodeGathered():
                 self._gathered.add(record.node)
+                self._left_out.discard(record.node)
             case e.WorkersStarted():
                 if not set(now.nodes) <= self._gathered:
                     what = f"{record.node} started generation {now.number} before all had gathered"
                     self._fail("nobody starts before all have gathered", what)
+                if self._left_out:
+                    names = ", ".join(sorted(self._left_out))
+                    what = f"{record.node} started generation {now.number} while {names} had not cleared"
+                    self._fail("nobody starts before those that were left out have cleared", what)
                 if record.node not in now.nodes:
                     self._fail("only members work", f"{record.node} started in generation {now.number}")
             case e.GenerationRunning():

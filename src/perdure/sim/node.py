@@ -90,7 +90,6 @@ class AgentLife:
         self.state = AgentState(node=node.id, slots=node.slots, contact=now)
         self.workers: dict[int, Worker] = {}
         self.is_alive = True
-        self.is_warm_at = now + self._draw(world.pace.fork_server)
         self.stream: int | None = None
         """The stream of orders that it listens to."""
         self.is_behind = False
@@ -106,7 +105,7 @@ class AgentLife:
         self._behind_since: Instant | None = None
         self._wake = Alarm(world.agenda, self.act)
         self._beat = Alarm(world.agenda, self._report_or_join)
-        world.agenda.at(self.is_warm_at, self._warm)
+        world.agenda.after(self._draw(world.pace.fork_server), self._warm)
         self._beat.set(now)
 
     def _draw(self, span: Span) -> Seconds:
@@ -232,7 +231,9 @@ class AgentLife:
     def _warm(self) -> None:
         if self.is_alive:
             now = self._world.agenda.now
+            self.state = facts.warmed(self.state)
             self.tell(NodeReady(id=facts.UNSENT, at=now, node=self.id, warm=True, seconds=1.0))
+            self.act()
 
     def _read(self) -> None:
         """Read the heartbeat page and the processes, as the agent does all the time."""
@@ -326,13 +327,11 @@ class AgentLife:
                 for pid in action.pids:
                     world.signal(self.workers[pid], action.number)
             case StartStore():
-                wait = max(0.0, self.is_warm_at - world.agenda.now) + self._draw(world.pace.store)
-                self._later(wait, lambda: self._store_listens(action.generation))
+                self._later(self._draw(world.pace.store), lambda: self._store_listens(action.generation))
             case EndStore():
                 self._later(A_MOMENT, self.store_killed)
             case StartWorkers():
-                wait = max(0.0, self.is_warm_at - world.agenda.now) + self._draw(world.pace.fork)
-                self._later(wait, lambda: self._start_workers(action.orders))
+                self._later(self._draw(world.pace.fork), lambda: self._start_workers(action.orders))
             case StopAfter():
                 training = world.training(facts.generation_of(self.state))
                 if training is not None:

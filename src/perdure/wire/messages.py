@@ -73,7 +73,10 @@ class Duty(StrEnum):
     WAIT = "wait"
     """No part in the current generation: a spare, or too early."""
     GATHER = "gather"
-    """End every worker of an earlier generation; start the store if this node hosts it; then say NodeGathered."""
+    """End every worker of an earlier generation; start the store if this node hosts it; then say NodeGathered.
+
+    A node that `assignment` leaves out hears it too, if it may still run workers: nobody starts before they have ended.
+    """
     RUN = "run"
     """Run this node's ranks of `assignment`."""
     STOP = "stop"

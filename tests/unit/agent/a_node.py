@@ -34,9 +34,9 @@ def reading(pid: int, step: int = NO_STEP, phase: LoopPhase = LoopPhase.TRAINING
 
 
 class Node:
-    def __init__(self) -> None:
+    def __init__(self, *, warm: bool) -> None:
         self.now = START
-        self.state = AgentState(node=ME, slots=SLOTS, contact=START)
+        self.state = AgentState(node=ME, slots=SLOTS, contact=START, ready=warm)
         self.actions: list[AgentAction] = []
         self.version = 0
 
@@ -108,8 +108,8 @@ class Node:
         return [action for action in self.actions if not isinstance(action, Tell)]
 
 
-def a_node() -> Node:
-    return Node()
+def a_node(*, warm: bool = True) -> Node:
+    return Node(warm=warm)
 
 
 def drain(**fields: Any) -> DrainOrder:

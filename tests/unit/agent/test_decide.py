@@ -76,6 +76,28 @@ def test_late_orders_of_a_node_that_was_cut_off_start_nothing() -> None:
     assert kinds(node.after(0.1).asked) == [StartWorkers]  # type: ignore[arg-type]
 
 
+def test_nothing_is_started_before_the_node_is_warm() -> None:
+    node = a_node(warm=False).ordered(Duty.GATHER)
+    assert node.actions == []
+    assert node.take(facts.warmed(node.state)).asked == [StartStore(1)]  # type: ignore[arg-type]
+    node = a_node(warm=False).ordered(Duty.GATHER, nodes=(OTHER, ME)).ordered(Duty.RUN, nodes=(OTHER, ME))
+    assert node.actions == []
+    assert kinds(node.take(facts.warmed(node.state)).asked) == [StartWorkers]  # type: ignore[arg-type]
+
+
+def test_a_cold_node_that_is_left_out_of_the_next_generation_clears_at_once() -> None:
+    node = a_node(warm=False).ordered(Duty.GATHER, nodes=(OTHER, ME)).ordered(Duty.RUN, nodes=(OTHER, ME))
+    assert kinds(node.ordered(Duty.GATHER, 2, (OTHER, SPARE)).told) == [e.NodeGathered]
+
+
+def test_a_node_that_is_left_out_ends_its_workers_and_says_so() -> None:
+    node = a_node().running().ordered(Duty.GATHER, 2, (OTHER, SPARE))
+    assert node.asked == [Signal((100, 101), 9), EndStore(901)]
+    (event,) = node.ended(100, None, 9).ended(101, None, 9).told
+    assert isinstance(event, e.NodeGathered)
+    assert (event.generation, event.store) == (2, None)
+
+
 # --- leases ----------------------------------------------------------------------------------------------------------
 
 

@@ -100,6 +100,12 @@ class Job:
         return self
 
     def gather(self) -> Self:
+        """All members have gathered, and all that were left out have cleared."""
+        for node in sorted(self.state.uncleared):
+            self.say(e.NodeGathered, int(node.removeprefix("node-")), store=None, last_step=None)
+        return self.gather_members()
+
+    def gather_members(self) -> Self:
         for node in self.assignment.nodes:
             index = int(node.removeprefix("node-"))
             store = Address("10.0.0.1", 29500) if node == self.assignment.store_host else None

@@ -244,7 +244,47 @@ def test_a_node_with_an_unkillable_worker_is_set_aside_and_replaced() -> None:
     assert job.did == ["restart_workers", "replace_node"]
     assert job.state.nodes[node_id(1)].condition is NodeCondition.QUARANTINED
     assert job.members == (0, 2)
+    assert job.orders(1).duty is Duty.GATHER
+    assert job.gather().orders(1).duty is Duty.WAIT
+
+
+def replaced_alive() -> Job:
+    """Rank 3 has failed three times at one step: node 2 takes the place of node 1, which is there still."""
+    job = a_job(2, spares=1, least=1, max_restarts=9).started().join(2, standby=True)
+    for _ in range(2):
+        job.exit(3, None, 9, step=5).run()
+    job.exit(3, None, 9, step=5)
+    assert (job.did[-1], job.members) == ("replace_node", (0, 2))
+    return job
+
+
+def test_nobody_starts_before_a_node_that_is_replaced_while_it_lives_has_ended_its_workers() -> None:
+    job = replaced_alive()
+    assert phase(job.gather_members()) is Phase.INTERRUPTING
+    assert job.orders(0).duty is job.orders(1).duty is Duty.GATHER
+    job.say(e.NodeGathered, 1, store=None, last_step=None)
+    assert phase(job) is Phase.AGREED
     assert job.orders(1).duty is Duty.WAIT
+
+
+def test_a_node_that_is_replaced_while_it_lives_is_waited_for_until_it_is_lost() -> None:
+    job = replaced_alive().gather_members()
+    assert phase(job) is Phase.INTERRUPTING
+    job.lose(1)
+    assert phase(job) is Phase.AGREED
+    assert job.did[-1] == "replace_node"
+
+
+def test_a_node_that_was_replaced_while_it_lived_is_the_last_to_be_taken_again() -> None:
+    assert replaced_alive().gather().lose(2).members == (0, 1)
+    assert replaced_alive().gather().join(3, ready=False, standby=True).lose(2).members == (0, 3)
+
+
+def test_a_node_that_was_replaced_is_waited_for_by_the_generation_after_too() -> None:
+    job = replaced_alive().join(3, standby=True).lose(2)
+    assert job.members == (0, 3)
+    assert phase(job.gather_members()) is Phase.INTERRUPTING
+    assert phase(job.say(e.NodeGathered, 1, store=None, last_step=None)) is Phase.AGREED
 
 
 def test_a_second_unkillable_worker_of_a_node_disturbs_nobody() -> None:
