@@ -13,6 +13,7 @@ from perdure.cli.flags import FLAGS
 from perdure.cli.torchrun import parse
 from perdure.errors import ConfigError
 from perdure.wire.messages import Entry
+from tests.torch_release import like_torchrun
 
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
@@ -42,6 +43,7 @@ def torchrun_reads(argv: list[str]) -> tuple[dict[str, object], list[str]]:
     return {dest: value for dest, value in found.items() if value != parser.get_default(dest)}, program
 
 
+@like_torchrun
 @pytest.mark.parametrize("line", LINES)
 def test_line_is_split_as_torchruns_parser_splits_it(line):
     theirs, program = torchrun_reads(line.split())

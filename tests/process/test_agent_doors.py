@@ -28,6 +28,7 @@ from perdure.vocab.generation import Address, Assignment, Member
 from perdure.vocab.ids import GenerationNumber, JobId, NodeId, Rank
 from perdure.wire.messages import Duty, Entry, ForkRequest, Launch, Orders
 from perdure.wire.page import HeartbeatPage
+from tests.torch_release import like_torchrun
 
 pytestmark = pytest.mark.anyio
 ONE = GenerationNumber(1)
@@ -594,6 +595,7 @@ async def test_stores_listen_when_their_port_is_told(tmp_path: Path) -> None:
 # --- torchrun --------------------------------------------------------------------------------------------------------
 
 
+@like_torchrun
 async def test_the_environment_is_torchruns(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "dump.py").write_text(

@@ -12,6 +12,7 @@ import pytest
 
 from perdure.vocab.event import WorkerExited
 from tests.process.jobs import LIMIT, environment, perdure, running
+from tests.torch_release import like_torchrun
 
 DUMP = """
 import json, os, sys
@@ -94,6 +95,7 @@ def assert_same_view(theirs: dict[str, Any], ours: dict[str, Any], folders: tupl
     assert ours == theirs
 
 
+@like_torchrun
 def test_script_sees_what_it_sees_under_torchrun(tmp_path: Path) -> None:
     words = ("--nproc-per-node", "2", "--redirects", "3", "--tee", "0:3", "--local-ranks-filter", "0")
     words = (*words, "--log-dir", "logs", "sub dir/dump.py", "--lr", "3e-4", "${local_rank}")
@@ -104,6 +106,7 @@ def test_script_sees_what_it_sees_under_torchrun(tmp_path: Path) -> None:
     assert tree(ours / "logs") == tree(theirs / "logs")
 
 
+@like_torchrun
 @pytest.mark.parametrize("fork", [[], ["--no-fork-server"]])
 def test_module_sees_what_it_sees_under_torchrun(tmp_path: Path, fork: list[str]) -> None:
     files = {"pkg/__init__.py": "", "pkg/dump.py": DUMP}

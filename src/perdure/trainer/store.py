@@ -19,6 +19,8 @@ from typing import NoReturn
 from perdure.errors import HostError
 from perdure.trainer import process
 
+LIBUV_TAKES_SOCKETS = (2, 8)
+"""torch's release whose libuv server takes a listening socket first (pytorch 150215); the older server always did."""
 _BACKLOG = 4096  # every rank connects at once; the kernel cuts it to net.core.somaxconn
 
 
@@ -43,6 +45,7 @@ def listen(host: str, port: int) -> socket.socket:
 def bind(host: str, port: int) -> tuple[object, int]:
     """The store, which serves in threads of its own as long as it is referred to, and its port. Raises HostError."""
     try:
+        import torch
         from torch.distributed import TCPStore
     except ImportError as error:
         raise HostError(f"there is no store without torch.distributed: {error}") from error
@@ -56,6 +59,7 @@ def bind(host: str, port: int) -> tuple[object, int]:
             wait_for_workers=False,
             timeout=timedelta(seconds=60),
             master_listen_fd=listener.detach(),
+            use_libuv=tuple(map(int, torch.__version__.split(".")[:2])) >= LIBUV_TAKES_SOCKETS,
         )
     except RuntimeError as error:
         raise HostError(f"torch's store did not start on {address}:{bound}: {error}") from error
