@@ -1,4 +1,4 @@
-"""Signals as a terminal gives them: under nohup, or behind `&` in a script, the children of a test would ignore them."""
+"""Signals as a terminal gives them: under nohup, or behind `&` in a script, children of a test would ignore them."""
 
 import signal
 
