@@ -613,7 +613,7 @@ sys.stdin.read()
 
 def test_everything_ends_with_the_agent(tmp_path: Path) -> None:
     program(tmp_path, "agent.py", AGENT)
-    program(tmp_path, "idle.py", "import signal\nprint('up', flush=True)\nwhile True: signal.pause()")
+    program(tmp_path, "idle.py", "import signal\nprint('up\\n', end='', flush=True)\nwhile True: signal.pause()")
     agent = subprocess.Popen(
         [sys.executable, "agent.py"],
         cwd=tmp_path,
