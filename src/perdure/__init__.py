@@ -6,14 +6,17 @@ from importlib import import_module
 
 TYPE_CHECKING = False  # as typing.TYPE_CHECKING for type checkers; importing typing would be most of what this costs
 if TYPE_CHECKING:
-    from perdure.errors import ConfigError, HostError, PerdureError, WireError
+    from perdure.errors import ConfigError, HostError, NoCheckpointError, PerdureError, WireError
     from perdure.trainer.session import Run, current_run, train
+    from perdure.wire.memory import Policy as CheckpointPolicy
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointPolicy",
     "ConfigError",
     "HostError",
+    "NoCheckpointError",
     "PerdureError",
     "Run",
     "WireError",
@@ -23,8 +26,10 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CheckpointPolicy": "perdure.wire.memory",
     "ConfigError": "perdure.errors",
     "HostError": "perdure.errors",
+    "NoCheckpointError": "perdure.errors",
     "PerdureError": "perdure.errors",
     "Run": "perdure.trainer.session",
     "WireError": "perdure.errors",
@@ -37,7 +42,7 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'perdure' has no attribute {name!r}")
-    value: object = getattr(import_module(home), name)
+    value: object = getattr(import_module(home), "Policy" if name == "CheckpointPolicy" else name)
     globals()[name] = value
     return value
 

@@ -35,3 +35,11 @@ class IllegalMove(PerdureError):
 
 class EventLogError(PerdureError):
     """The event log cannot be read or written."""
+
+
+class CorruptCheckpointError(PerdureError):
+    """A checkpoint, or a part of one, is not what was written."""
+
+
+class NoCheckpointError(PerdureError):
+    """Checkpoints exist and none can be restored. Training does not start from random weights unless it is told to."""

@@ -34,7 +34,10 @@ with open(f"dump-{os.environ['RANK']}.json", "w") as file:
 print("out of", os.environ["RANK"])
 print("err of", os.environ["RANK"], file=sys.stderr)
 """
-OURS = {"PERDURE_GENERATION", "PERDURE_NODE", "PERDURE_JOB", "PYTORCH_NVML_BASED_CUDA_CHECK"}
+OURS = {
+    *("PERDURE_ATTEMPT", "PERDURE_GENERATION", "PERDURE_JOB", "PERDURE_MEMORY", "PERDURE_NODE"),
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+}
 """What we add; the last one keeps torch.cuda.is_available() from making a CUDA context before the fork."""
 DIFFERENT = {
     *("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "MASTER_ADDR"),

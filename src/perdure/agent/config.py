@@ -35,6 +35,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Certificate (file) that control must show; None: plain HTTP."""
     address: str
     """At which other nodes reach this one."""
+    domain: str = ""
+    """Failure domain (rack, switch, power feed); empty: the host."""
     slots: int
     order: int = 0
     standby: bool = False

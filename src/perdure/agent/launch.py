@@ -73,6 +73,7 @@ def worker_env(
         "PERDURE_GENERATION": str(orders.generation),
         "PERDURE_NODE": config.node,
         "PERDURE_JOB": config.job,
+        "PERDURE_ATTEMPT": str(orders.attempt),
         **_device_env(config, local_rank, given.get("CUDA_VISIBLE_DEVICES")),
     }
 

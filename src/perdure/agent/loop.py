@@ -15,6 +15,7 @@ from anyio.abc import TaskGroup
 
 from perdure.agent import decide
 from perdure.agent import state as facts
+from perdure.agent.activation import Activation, MemoryTag
 from perdure.agent.config import AgentConfig
 from perdure.agent.link import ControlLink, JoinRefusedError
 from perdure.agent.peers import Peers
@@ -48,6 +49,8 @@ from perdure.wire.tokens import peer_token
 IDLE_POLL = 0.5
 """Seconds between looks at the clock while no worker runs here."""
 SWEEP_TRIES, SWEEP_WAIT = 20, 0.01
+MEMORY_GRACE = 4.0
+"""Seconds that the memory server has to finish its work when this node ends; scripts wait in `close()` for more."""
 LONGEST_END = 10
 """Seconds (SIGALRM) after which an agent that was told to go ends however it stands; its workers then end with it."""
 EXIT_USAGE = 2
@@ -76,6 +79,8 @@ class Agent:
         self._exit = Exit(1, "the agent has not run")
         self._peers = Peers(config, self._peer_token, self._read_state, self._write_state)
         self._rss: dict[int, int] = {}
+        self._leaving = False
+        """Told to go, so no other life of this node follows."""
 
     async def run(self) -> int:
         """Live until the job's end, or until fenced or told to leave; gives the exit code."""
@@ -84,7 +89,10 @@ class Agent:
         try:
             async with anyio.create_task_group() as group:
                 self._group: TaskGroup = group
-                self._ranks = Ranks(self._config, self._environ, self._page, self._children, group)
+                self._memory = Activation(self._config, self._token, self._environ, self._children, self._attempt)
+                self._memory.open()
+                door = self._memory.name
+                self._ranks = Ranks(self._config, self._environ, self._page, self._children, group, door)
                 listener = await listen(self._config.address, 0)
                 self._link = self._make_link(listener.address.port)
                 for task in (self._follow_control, self._watch, self._follow_exits, self._keep_warm):
@@ -140,6 +148,9 @@ class Agent:
 
     def _take_fence(self, reason: str) -> None:
         self._set(facts.fence(self._state, reason))
+
+    def _attempt(self) -> int:
+        return self._state.orders.attempt if self._state.orders is not None else 0
 
     def _read_state(self) -> AgentState:
         return self._state
@@ -197,6 +208,8 @@ class Agent:
                 self._group.start_soon(self._take_exit, ended, ended.tag)
             elif isinstance(ended.tag, StoreTag):
                 self._take_store_end(ended, ended.tag)
+            elif isinstance(ended.tag, MemoryTag):
+                self._memory.ended()
 
     async def _take_exit(self, ended: Ended, tag: RankTag) -> None:
         worker = self._state.workers.get(ended.pid)
@@ -253,6 +266,7 @@ class Agent:
             async for _ in signals:
                 signal.alarm(LONGEST_END)
                 reason = "its agent was sent SIGTERM" if os.getppid() == launcher else "its launcher has died"
+                self._leaving = True
                 self._set(facts.fence(self._state, reason))
 
     # --- actions out -------------------------------------------------------------------------------------------------
@@ -346,7 +360,11 @@ class Agent:
         orders = self._state.orders
         if orders is None or orders.duty is not Duty.STOP:
             say(f"{self._config.node}: {self._exit.reason}")
-        with anyio.move_on_after(5.0, shield=True):
+        leaves = self._state.fenced is not None and not self._leaving
+        with anyio.move_on_after(MEMORY_GRACE + 1.0, shield=True):
+            # A life that is only fenced is followed by another on this node, which adopts the checkpoints.
+            await self._memory.close(0.0 if leaves else MEMORY_GRACE)
+        with anyio.move_on_after(4.0, shield=True):
             for pid in self._children.pids:
                 self._children.signal(pid, signal.SIGKILL)
             await self._link.flush(1.0 if self._state.fenced is None else 0.2)

@@ -49,9 +49,16 @@ class Ranks:
     """The processes of one node."""
 
     def __init__(
-        self, config: AgentConfig, environ: Mapping[str, str], page: HeartbeatPage, children: Children, group: TaskGroup
+        self,
+        config: AgentConfig,
+        environ: Mapping[str, str],
+        page: HeartbeatPage,
+        children: Children,
+        group: TaskGroup,
+        memory_door: str,
     ) -> None:
         self._config, self._page, self._children = config, page, children
+        self._memory_door = memory_door
         self._environ = environ
         interface = interface_of(config.address)
         # Nothing for one machine; and an interface named lo that holds a routed address has 127.0.0.1 first.
@@ -78,6 +85,7 @@ class Ranks:
         output = self._outputs.open(orders.restarts, orders.generation, local_rank, tag.rank)
         self._page.clear(local_rank)
         env = worker_env(self._config, orders, local_rank, output.error_file, self._environ)
+        env["PERDURE_MEMORY"] = self._memory_door
         try:
             pid = await self._fork(tag, env, output)
             if pid is None:

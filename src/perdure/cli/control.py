@@ -56,6 +56,7 @@ async def run_control(start: ControlStart) -> int:
         async with anyio.create_task_group() as group:
             group.start_soon(lambda: serve(control.handle, listener, token=start.token, on_denied=_denied))
             group.start_soon(_end_on_signal, group.cancel_scope)
+            group.start_soon(control.memory.run)
             ca = tls.ca if tls is not None and context is not None else None
             publish_control(job, ControlFile(address=listener.address, pid=me.pid, incarnation=me, tls=ca))
             if start.until_idle:

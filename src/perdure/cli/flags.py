@@ -141,6 +141,10 @@ FLAGS: tuple[Flag, ...] = (
     ),
     _added("--restart-window", "DURATION", "1h; the whole job with --max-restarts", "Time in which restarts count."),
     _added("--hold", "DURATION", "30m", "How long to wait for a node when there are too few."),
+    _added(
+        "--failure-domain", "LABEL", "the node by itself",
+        "Rack, switch or power feed of this machine: copies of checkpoints go to another one.",
+    ),
     _added("--explain-timeouts", "", "", "Print the time limits that hold for this command line, and end."),
     _added("--json", "", "", "Print events as JSON lines, for programs."),
     _added("--tls-cert", "FILE", "", "Certificate that control shows; with --tls-key."),

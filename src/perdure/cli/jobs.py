@@ -51,7 +51,10 @@ class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int | None
 
 
-_QUIET = (e.NodeGathered, e.WorkersStarted, e.NodeReady, e.DrainAcked, e.SavePassed, e.CaughtUp, e.NodeDisconnected)
+_QUIET = (
+    *(e.NodeGathered, e.WorkersStarted, e.NodeReady, e.DrainAcked, e.SavePassed, e.CaughtUp, e.NodeDisconnected),
+    *(e.CheckpointCommitted, e.CheckpointSkipped),
+)
 """Too many, or too small, to be the last event for a reader."""
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from perdure.agent.config import AgentConfig
 from perdure.agent.loop import EXIT_UNAVAILABLE
+from perdure.agent.memory.files import remove_folder
 from perdure.agent.state import EXIT_FENCED
 from perdure.backends.local import YOUNG, Life, LocalMachine, Program
 from perdure.cli.control import EXIT_PORT_TAKEN
@@ -92,6 +93,8 @@ class Launcher:
             finally:
                 with anyio.CancelScope(shield=True):
                     await self._machine.close(signal.SIGKILL, 1.0)
+                    for node in self._request.nodes:  # of agents that had to be killed
+                        remove_folder(self._request.job.id, node.name)
                 children.close()
             self._terminal.end(self._ended)
         return self._exit_code()
@@ -169,6 +172,7 @@ class Launcher:
             node=node.name,
             control=self._control,
             address=self._address,
+            domain=request.domain or node.name,
             slots=job.workers_per_node,
             order=node.order,
             standby=node.standby,

@@ -69,9 +69,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _add_rare_verbs() -> None:
-    """The simulator's imports are not paid by who starts a job or reads about one."""
+    """Imports of the simulator and of storage are not paid by who starts a job or reads about one."""
+    from perdure.cli.checkpoint import app as checkpoint_app
     from perdure.cli.sim import app as sim_app
 
+    app.add_typer(checkpoint_app, name="checkpoint")
     app.add_typer(sim_app, name="sim")
 
 

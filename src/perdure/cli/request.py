@@ -56,6 +56,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     preload: tuple[str, ...] = ()
     poll_seconds: Seconds = 0.05
     local_addr: str | None = None
+    domain: str | None = None
+    """Failure domain of this machine; None: each of its nodes is one."""
     master_addr: str | None = None
     """MASTER_ADDR of the workers; set on one machine only."""
     master_port: int = 0

@@ -72,6 +72,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> RunRequest:
         preload=preload,
         poll_seconds=values.positive("monitor_interval") or _POLL_SECONDS,
         local_addr=values.text("local_addr"),
+        domain=values.text("failure_domain"),
         master_addr=meeting.master_addr,
         master_port=meeting.master_port,
         virtual_local_rank=values.switch("virtual_local_rank"),

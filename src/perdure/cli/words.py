@@ -5,6 +5,7 @@ from signal import Signals
 from typing import assert_never
 
 from perdure.vocab import event as e
+from perdure.vocab.checkpoint import Level
 from perdure.vocab.decision import (
     AnyAction,
     Begin,
@@ -25,7 +26,7 @@ from perdure.vocab.decision import (
 )
 from perdure.vocab.generation import Assignment
 from perdure.vocab.ids import NodeId
-from perdure.vocab.units import Instant, show_duration
+from perdure.vocab.units import Instant, show_bytes, show_duration
 
 SOME_NODES = 4
 """More names than these are counted, not listed."""
@@ -106,10 +107,21 @@ def describe(event: e.AnyEvent) -> str:
             | e.JobEnded()
         ):
             return _of_job(event)
+        case (
+            e.CheckpointCommitted()
+            | e.CheckpointSkipped()
+            | e.CheckpointStored()
+            | e.CheckpointChosen()
+            | e.CheckpointTrouble()
+        ):
+            return _of_checkpoint(event)
         case _:
             assert_never(event)
 
 
+_OfCheckpoint = (
+    e.CheckpointCommitted | e.CheckpointSkipped | e.CheckpointStored | e.CheckpointChosen | e.CheckpointTrouble
+)
 _OfWorkers = (
     e.WorkerExited
     | e.WorkerStopped
@@ -215,6 +227,38 @@ def _of_job(event: _OfJob) -> str:
             return f"ended with exit code {event.exit_code}: {event.reason}"
         case _:
             assert_never(event)
+
+
+_SURVIVES = {
+    Level.SEALED: "survives the end of a process",
+    Level.REPLICATED: "survives the loss of a node",
+    Level.DURABLE: "is in storage",
+}
+
+
+def _of_checkpoint(event: _OfCheckpoint) -> str:
+    match event:
+        case e.CheckpointCommitted():
+            size = show_bytes(event.nbytes)
+            return f"the checkpoint of {event.checkpoint} is committed: {size}, {_SURVIVES[event.level]}"
+        case e.CheckpointSkipped():
+            return f"the checkpoint of {event.checkpoint} was skipped: no free slot on {nodes(event.nodes)}"
+        case e.CheckpointStored():
+            return f"the checkpoint of {event.checkpoint} is in storage: {event.path}, {show_bytes(event.nbytes)}"
+        case e.CheckpointChosen():
+            return _chosen(event)
+        case e.CheckpointTrouble():
+            return f"checkpoints on {event.node}: {event.what}"
+        case _:
+            assert_never(event)
+
+
+def _chosen(event: e.CheckpointChosen) -> str:
+    if event.checkpoint is None:
+        return f"generation {event.generation} begins at step 0: there is no checkpoint yet"
+    where = f"{event.from_memory} rank(s) from memory" if event.from_memory else "from storage"
+    lost = f"; random numbers and data position of {len(event.missing)} rank(s) are made anew" if event.missing else ""
+    return f"generation {event.generation} restores the checkpoint of {event.checkpoint}, {where}{lost}"
 
 
 def act(action: AnyAction) -> str:

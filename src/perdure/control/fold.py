@@ -23,6 +23,11 @@ from perdure.vocab.decision import (
 )
 from perdure.vocab.event import (
     CaughtUp,
+    CheckpointChosen,
+    CheckpointCommitted,
+    CheckpointSkipped,
+    CheckpointStored,
+    CheckpointTrouble,
     ControlStarted,
     DrainAcked,
     ForkServerLost,
@@ -105,6 +110,10 @@ def _fold_event(state: State, event: LogRecord) -> State:
             return _move_generation(ended, Move.FINISHED)
         case GenerationBegan() | ControlStarted() | NodeRefused() | TimePassed() | NodeFenced() | ForkServerLost():
             return state
+        case (
+            CheckpointCommitted() | CheckpointSkipped() | CheckpointStored() | CheckpointChosen() | CheckpointTrouble()
+        ):
+            return state  # for readers: what is decided of checkpoints rests on reports (`control.saves`)
         case (
             NodeGathered()
             | WorkersStarted()

@@ -11,10 +11,13 @@ import anyio
 import msgspec
 
 from perdure.control.brain import next_deadline, step
+from perdure.control.chronicle import told
 from perdure.control.fold import event_id, fold
 from perdure.control.hearing import resumed, telling
 from perdure.control.leases import Contacts, adopt, closed, connected, heard, next_loss, overdue
+from perdure.control.memory_door import MemoryDoor
 from perdure.control.orders import basis, orders_for
+from perdure.control.saves import SavesState, asked_to_save, began, gone
 from perdure.control.state import NodeState, State
 from perdure.errors import EventLogError
 from perdure.playbook.parse import Catalogue
@@ -35,6 +38,7 @@ from perdure.vocab.job import JobSpec
 from perdure.vocab.node import Node
 from perdure.vocab.units import show_duration
 from perdure.wire.channel import RefusedError, Request, Response, Streamed
+from perdure.wire.memory import MemoryReport
 from perdure.wire.messages import Beat, Join, Leave, Orders, Pong, Progress, Records, Reply, Report, Stop
 
 RECORDS_AT_ONCE = 500
@@ -79,6 +83,8 @@ class Control:
             self.state = fold(self.state, record)
         now = clock.now()
         self._contacts: Contacts = adopt(self.state, now)
+        self.memory = MemoryDoor(clock, on_change=self._note_memory)
+        """Checkpoints; its `run` keeps their deadlines."""
         if self.state.spec is None:
             self._advance(JobSubmitted(id=EventId("control//job"), at=now, spec=spec))
         start = EventId(f"control//start-{self.state.version}")
@@ -111,6 +117,7 @@ class Control:
         self.state, records = step(self.state, events, self._clock.now(), self._catalogue)
         if self.state.version != before:
             self._append(records)
+            self._tell_memory(records)
             self._changed.set()
             self._changed = anyio.Event()
             now_shown = basis(self.state)
@@ -137,6 +144,30 @@ class Control:
         self._warned = False
         self._unwritten.clear()
 
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _tell_memory(self, records: Sequence[LogRecord]) -> None:
+        """What the commit protocol has to know of the job: its generation, who is lost, and that all are to save."""
+        state, now, saves = self.state, self._clock.now(), self.memory.state
+        generation = state.generation
+        if generation is not None and generation.number > saves.generation:
+            world = generation.assignment
+            saves = began(saves, int(state.began_at), world.number, world.nodes, world.world_size, now)
+        for record in records:
+            if isinstance(record, NodeLost | NodeLeft):
+                saves = gone(saves, record.node, now)
+        order = state.draining.order if state.draining is not None else None
+        if order is not None and order.stop_after is not None and order.stop_after != saves.once:
+            saves = asked_to_save(saves, now, step=order.stop_after)
+        elif order is not None and order.forward and not saves.stopping:
+            saves = asked_to_save(saves, now)
+        self.memory.become(saves)
+
+    def _note_memory(self, before: SavesState, after: SavesState) -> None:
+        events = told(before, after, self._clock.now())
+        if events:
+            self._advance(*events)
+
     # --- the door ----------------------------------------------------------------------------------------------------
 
     async def handle(self, request: Request) -> Response | Streamed:
@@ -148,6 +179,8 @@ class Control:
                 return Response.of(self._report(request.read(Report)))
             case "POST", "/v1/leave":
                 return Response.of(self._leave(request.read(Leave)))
+            case "POST", "/v1/memory":
+                return Response.of(await self.memory.answer(request.read(MemoryReport)))
             case "POST", "/v1/stop":
                 return Response.of(self._stop(request.read(Stop)))
             case "GET", "/v1/orders":

@@ -13,7 +13,14 @@ def orders_for(state: State, node: NodeId, now: Instant) -> Orders:
     """What `node` is to do now."""
     assert state.spec is not None
     spec, generation = state.spec, state.generation
-    common = Orders(version=state.version, job=spec.id, duty=Duty.WAIT, rules=spec.rules, stalls=spec.stalls)
+    common = Orders(
+        version=state.version,
+        job=spec.id,
+        duty=Duty.WAIT,
+        attempt=int(state.began_at),
+        rules=spec.rules,
+        stalls=spec.stalls,
+    )
     if state.ended is not None:
         return msgspec.structs.replace(
             common, duty=Duty.STOP, exit_code=state.ended.exit_code, generation=state.number, at_once=_is_hasty(state)

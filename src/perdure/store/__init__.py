@@ -1,1 +1,1 @@
-"""Durable things: the event log."""
+"""Durable things: the event log, and checkpoints in storage."""

@@ -1,7 +1,7 @@
-"""What a training script may say to Perdure: which step it is at, and what it is doing.
+"""What a training script may say to Perdure: which step it is at, what it is doing, what to keep.
 
-The same script runs unchanged under plain `python` and `torchrun`: there the words go nowhere. Restart in process and
-checkpoints are not here yet.
+The same script runs unchanged under plain `python` and `torchrun`: there the words go nowhere, and checkpoints have
+servers of their own. Restart in process is not here yet.
 """
 
 import os
@@ -13,6 +13,14 @@ from typing import TypeVar
 from perdure.errors import ConfigError
 from perdure.trainer.heartbeat import Heartbeat, current
 from perdure.wire.layouts import NEVER_STOP, LoopPhase
+
+TYPE_CHECKING = False  # the names below bring torch and msgspec
+if TYPE_CHECKING:
+    from typing import Any
+
+    from perdure.trainer.checkpoint.positions import Merge
+    from perdure.trainer.checkpoint.tier import Checkpoint
+    from perdure.wire.memory import Policy
 
 T = TypeVar("T")
 
@@ -81,6 +89,45 @@ class Run:
                 heartbeat.saved()
         finally:
             heartbeat.set_phase(before)
+
+    def checkpoint(
+        self,
+        *,
+        store: str | os.PathLike[str] = "",
+        policy: "Policy | None" = None,
+        fresh: bool = False,
+        overlap: bool = False,
+        merge: "Merge | None" = None,
+        **objects: "Any",
+    ) -> "Checkpoint":
+        """Checkpoints of `objects`: modules, optimizers, schedulers, data loaders, all with `state_dict`.
+
+        One object, or a list or dictionary of them, under each keyword (`model=`, `optimizer=`, `data=` …). `store`:
+        a folder or an fsspec address for what is to survive everything. `fresh`: never restore. `overlap`: copies from
+        a GPU go on behind the next step; only for states that nothing but the optimizers' steps changes. `merge`: how
+        positions of data loaders are put together when the number of ranks has changed.
+
+        Call it on every rank, when the model is in its final form. Raises ConfigError, HostError, WireError.
+        """
+        if not objects:
+            raise ConfigError("run.checkpoint() was given nothing to keep; give model=…, optimizer=…, data=…")
+        from perdure.trainer.checkpoint.here import place_of
+        from perdure.trainer.checkpoint.tier import Checkpoint
+
+        address = os.fspath(store)
+        if address and "://" not in address and "::" not in address:
+            address = os.path.abspath(os.path.expanduser(address))
+        place = place_of(self.rank, self.world_size, address, os.environ)
+        return Checkpoint(
+            objects,
+            place,
+            self._heartbeat,
+            store=address,
+            policy=policy,
+            fresh=fresh,
+            overlap=overlap,
+            merge=merge,
+        )
 
 
 _run: Run | None = None

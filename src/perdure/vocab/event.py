@@ -6,6 +6,7 @@ subtracts), so that clocks of different machines need not agree.
 
 import msgspec
 
+from perdure.vocab.checkpoint import CheckpointId, Level
 from perdure.vocab.generation import Address, Assignment
 from perdure.vocab.ids import EventId, GenerationNumber, Incarnation, NodeId, Rank
 from perdure.vocab.job import JobSpec
@@ -297,6 +298,51 @@ class JobEnded(Event, frozen=True, kw_only=True, tag="job_ended"):
     reason: str
 
 
+# --- checkpoints (control writes them, of what the memory servers report) ---------------------------------------------
+
+
+class CheckpointCommitted(Event, frozen=True, kw_only=True, tag="checkpoint_committed"):
+    """Every rank's part exists at `level`: from now on this step is not lost, up to what the level survives."""
+
+    checkpoint: CheckpointId
+    level: Level
+    nbytes: Bytes
+    """Of all ranks."""
+
+
+class CheckpointSkipped(Event, frozen=True, kw_only=True, tag="checkpoint_skipped"):
+    """Due, and never to be complete: some rank had no free slot, so all skip it."""
+
+    checkpoint: CheckpointId
+    nodes: tuple[NodeId, ...]
+
+
+class CheckpointStored(Event, frozen=True, kw_only=True, tag="checkpoint_stored"):
+    """It is in storage, committed there."""
+
+    checkpoint: CheckpointId
+    path: str
+    nbytes: Bytes
+
+
+class CheckpointChosen(Event, frozen=True, kw_only=True, tag="checkpoint_chosen"):
+    """What all ranks of `generation` restore; None: nothing has ever been saved, they begin at step 0."""
+
+    generation: GenerationNumber
+    checkpoint: CheckpointId | None
+    from_memory: int
+    """Ranks whose slot is read from some node's memory; the others' from storage."""
+    missing: tuple[int, ...] = ()
+    """Ranks whose own state (random numbers, data position) is lost."""
+
+
+class CheckpointTrouble(Event, frozen=True, kw_only=True, tag="checkpoint_trouble"):
+    """A node cannot do its part: no room, no permission, a store that refuses. Training goes on."""
+
+    node: NodeId
+    what: str
+
+
 AnyEvent = (
     JobSubmitted
     | ControlStarted
@@ -324,6 +370,11 @@ AnyEvent = (
     | NodeFenced
     | GenerationBegan
     | GenerationRunning
+    | CheckpointCommitted
+    | CheckpointSkipped
+    | CheckpointStored
+    | CheckpointChosen
+    | CheckpointTrouble
     | JobEnded
 )
 """Every event there is; decoding and `assert_never` go over it."""

@@ -108,6 +108,8 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     job: JobId
     duty: Duty
+    attempt: int = 0
+    """Start of the job, in whole seconds since the epoch; see `CheckpointId`."""
     generation: GenerationNumber = GenerationNumber(0)
     assignment: Assignment | None = None
     store: Address | None = None

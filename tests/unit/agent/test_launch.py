@@ -69,6 +69,7 @@ def test_worker_env_of_a_middle_node_names_its_place() -> None:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "PERDURE_GENERATION": "4",
         "PERDURE_NODE": "b",
+        "PERDURE_ATTEMPT": "0",
         "PERDURE_JOB": "j",
     }
 

@@ -1,0 +1,187 @@
+"""The memory server: trainers' messages, control's orders and finished threads in; slots, replicas and parts out.
+
+One process per node. No decisions: `ring` says which slot may be lost, control what is committed.
+"""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+from anyio.abc import TaskGroup
+
+from perdure.agent.memory import door, transfer
+from perdure.agent.memory.config import MemoryConfig
+from perdure.agent.memory.copies import Copies
+from perdure.agent.memory.drain import ARGV, Drain, DrainChild
+from perdure.agent.memory.files import Folder, base_folder, default_folder
+from perdure.agent.memory.link import MemoryLink
+from perdure.agent.memory.lock import Owner, remove_dead
+from perdure.agent.memory.report import Reporter
+from perdure.agent.memory.tier import Tier
+from perdure.agent.memory.trainers import House, Talk
+from perdure.host.proc import incarnation
+from perdure.vocab.checkpoint import CheckpointId
+from perdure.vocab.generation import Address
+from perdure.vocab.ids import NodeId, Rank
+from perdure.vocab.units import Seconds
+from perdure.wire.bulk import Pace
+from perdure.wire.channel import Channel, client_tls, listen
+from perdure.wire.memory import MemoryOrders
+from perdure.wire.slots import SlotHeader
+from perdure.wire.tokens import peer_token
+
+TEND_EVERY: Seconds = 0.5
+REPORT_STEPS_EVERY: Seconds = 1.0
+"""Control must know about where the ranks are, to announce what all of them can still hear of."""
+AFTER_DONE: Seconds = 1.0
+"""A detached server whose trainers have all ended well waits so long for another one."""
+
+
+class MemoryServer:
+    """One life of one node's checkpoint memory."""
+
+    def __init__(self, config: MemoryConfig, drain_argv: Sequence[str] = ARGV) -> None:
+        self._config = config
+        self._me = incarnation(os.getpid())
+        self._path = config.folder or default_folder(config.job, config.node)
+        self._token = peer_token(config.token)
+        self._child = DrainChild(drain_argv)
+        rate = config.replica_bytes_per_second
+        self._pace = None if rate is None else Pace(rate)
+        self._ended = anyio.Event()
+        self._is_over = False
+        self._reported_at = 0.0
+
+    async def run(self) -> int:
+        """Until SIGTERM, or with `linger` until nobody needs it; gives the exit code. Raises PerdureError."""
+        folder = await anyio.to_thread.run_sync(self._open_folder)
+        try:
+            entrance = self._open_door(folder)
+            listener = await listen(self._config.address, 0)
+            async with anyio.create_task_group() as group:
+                await self._assemble(folder, listener.address, group)
+                for task in (self._link.run, self._copies.run, self._drain.run, self._tend, self._wait_for_signals):
+                    group.start_soon(task)
+                group.start_soon(self._let_in, entrance, group)
+                group.start_soon(
+                    lambda: transfer.serve(
+                        listener,
+                        self._token,
+                        lambda checkpoint, rank: self._tier.here(checkpoint).get(int(rank)),
+                        job=self._config.job,
+                        node=self._config.node,
+                        folder=self._path,
+                        spent=self._tier.is_spent,
+                        on_sealed=self._take_replica,
+                    )
+                )
+                await self._ended.wait()
+                group.cancel_scope.cancel()
+        finally:
+            folder.close(remove=self._is_over)
+        return 0
+
+    def _open_folder(self) -> Folder:
+        parent = (incarnation(os.getppid()),) if self._config.linger is None else ()
+        if os.path.dirname(os.path.dirname(os.path.realpath(self._path))) == base_folder():
+            for gone in remove_dead(base_folder(), spare=self._path):
+                door.complain(f"removed {gone}, which a dead run had left")
+        return Folder(self._path, Owner(job=self._config.job, server=self._me, owners=self._config.owners or parent))
+
+    def _open_door(self, folder: Folder) -> socket.socket:
+        if self._config.socket_fd is not None:
+            return door.inherited(self._config.socket_fd)
+        return door.listen(self._config.socket or os.path.join(folder.path, "door"))
+
+    async def _assemble(self, folder: Folder, address: Address, group: TaskGroup) -> None:
+        config = self._config
+        tier = self._tier = Tier(folder, config.hash_threads, group, self._spread)
+        self._house = House(config.job, config.node, tier, self._fetch, self._spread)
+        self._copies = Copies(config.node, tier, self._offer)
+        self._drain = Drain(
+            config.job,
+            self._house,
+            tier,
+            child=self._child,
+            pace=config.drain_bytes_per_second,
+            on_news=self._wake_link,
+        )
+        domain = config.domain or os.uname().nodename
+        self._reporter = Reporter(config, self._me, address, domain, self._house, self._drain, self._copies)
+        tls = client_tls(config.tls_ca) if config.tls_ca is not None else None
+        self._link = MemoryLink(Channel(config.control, config.token, tls), self._reporter.make, self._take_orders)
+        tier.adopt(await anyio.to_thread.run_sync(folder.adopt))
+
+    # --- in ----------------------------------------------------------------------------------------------------------
+
+    async def _let_in(self, entrance: socket.socket, group: TaskGroup) -> None:
+        with entrance:
+            while True:
+                group.start_soon(Talk(self._house, await door.accept(entrance)).run)
+
+    def _take_orders(self, orders: MemoryOrders) -> None:
+        self._tier.apply(orders)
+        self._house.answer(orders)
+
+    def _take_replica(self, node: NodeId, path: Path, header: SlotHeader) -> None:
+        del node, path, header  # the folder itself is read for every report
+        self._tier.settle()
+
+    def _wake_link(self) -> None:
+        self._link.wake()
+
+    def _spread(self) -> None:
+        """Something has changed: whoever may have to do something looks for itself."""
+        for one in (self._link, self._copies, self._drain):
+            one.wake()
+
+    async def _wait_for_signals(self) -> None:
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for number in signals:
+                if number == signal.SIGTERM:
+                    break
+        with anyio.move_on_after(self._config.grace):
+            while self._is_busy:
+                with anyio.move_on_after(TEND_EVERY):
+                    await self._tier.changed.wait()
+        # Whoever is our parent ends us so when the job has ended here; a detached server may be started again.
+        self._is_over = self._config.linger is None or self._house.is_done
+        self._ended.set()
+
+    async def _tend(self) -> None:
+        """What no message tells: steps go on, and a detached server ends when nobody needs it."""
+        while True:
+            await anyio.sleep(TEND_EVERY)
+            now = time.monotonic()
+            if self._reporter.clock.read(self._tier.seats) and now - self._reported_at > REPORT_STEPS_EVERY:
+                self._reported_at = now
+                self._link.wake()
+            linger = self._config.linger
+            if linger is None or self._house.talks or self._is_busy:
+                continue
+            if now - self._house.left_at > (min(AFTER_DONE, linger) if self._house.is_done else linger):
+                self._is_over = True
+                self._ended.set()
+
+    @property
+    def _is_busy(self) -> bool:
+        orders = self._tier.orders
+        drains = orders is not None and orders.drain is not None and orders.drain not in self._drain.failed
+        return (
+            self._tier.is_sealing or self._drain.is_busy or self._house.flushing or (bool(self._house.store) and drains)
+        )
+
+    # --- out ---------------------------------------------------------------------------------------------------------
+
+    async def _fetch(
+        self, addresses: Sequence[Address], checkpoint: CheckpointId, rank: Rank, chunks: Iterable[int], folder: str
+    ) -> Path:
+        return await transfer.fetch(addresses, self._token, checkpoint, rank, chunks, folder)
+
+    async def _offer(self, address: Address, path: str, header: SlotHeader) -> None:
+        await transfer.offer(address, self._token, self._config.node, path, header, pace=self._pace)

@@ -1,0 +1,274 @@
+"""The commit protocol of checkpoints in memory: reports of all memory servers in, one set of orders out. Pure.
+
+Each function gives the state after something has happened; `orders` says what all servers are to do then. It knows no
+socket and no clock (`control.memory_door` has them).
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from perdure.control.answer import RESTORE_PATIENCE, answer
+from perdure.control.choice import Choice
+from perdure.control.commits import commit, next_late
+from perdure.control.inventory import Line, copies_of, line_of
+from perdure.control.memories import GATHER_PATIENCE, SavesState, attachments, is_gathered, policy, present, standing
+from perdure.control.storing import next_due, store
+from perdure.control.tempo import once_at, pace
+from perdure.policy.cadence import Failures
+from perdure.policy.replicas import partners
+from perdure.vocab.checkpoint import CheckpointId, Held, Shards
+from perdure.vocab.ids import GenerationNumber, NodeId
+from perdure.vocab.units import Instant
+from perdure.wire.memory import MemoryOrders, MemoryReport, Told
+
+__all__ = [
+    "SavesState",
+    "asked_to_save",
+    "began",
+    "gone",
+    "next_deadline",
+    "opened",
+    "orders",
+    "reported",
+    "set_aside",
+    "ticked",
+]
+
+VERSIONS_PER_SECOND = 1000
+"""Of the orders of one life of control: the next life begins with greater ones."""
+WORLDS_KEPT = 16
+
+
+# --- what happens ----------------------------------------------------------------------------------------------------
+
+
+def opened(now: Instant) -> SavesState:
+    """The state of a control that has heard nobody yet."""
+    return SavesState(version=int(now * VERSIONS_PER_SECOND), opened_at=now)
+
+
+def began(
+    state: SavesState,
+    attempt: int,
+    generation: GenerationNumber,
+    nodes: Iterable[NodeId] | None,
+    world_size: int,
+    now: Instant,
+) -> SavesState:
+    """A generation began, or its members are known better. `nodes` None: whoever reports it is a member."""
+    members = None if nodes is None else frozenset(nodes)
+    line = attempt, generation
+    if line < state.line:
+        return state
+    after = msgspec.structs.replace(state, members=members, world_size=world_size)
+    if line > state.line:
+        after = msgspec.structs.replace(
+            after,
+            attempt=attempt,
+            generation=generation,
+            began_at=now,
+            world=None,
+            asked_at=None,
+            choice=None,
+            cadence=None,
+            once=None,
+            stopping=False,
+            partners={},
+            told=Told(),
+            node_went=False,
+            failures=_counted(state, members),
+        )
+    return _settled(state, after, now)
+
+
+def reported(state: SavesState, report: MemoryReport, now: Instant) -> SavesState:
+    """A memory server has said what it has. An older report that comes late changes nothing."""
+    known = state.reports.get(report.node)
+    if known is not None and _is_older(report, known):
+        return state
+    line = report.attempt, report.generation
+    if state.members is None and report.generation > 0 and line > state.line:
+        state = began(state, report.attempt, report.generation, None, report.world_size, now)
+    after = msgspec.structs.replace(
+        state,
+        reports={**state.reports, report.node: report},
+        heard={**state.heard, report.node: now},
+        copies=_with_copies(state, report.node, copies_of(report)),
+        worlds=_with_worlds(state, report.worlds),
+        told=_remembered(state.told, report.told) if line == state.line else state.told,
+    )
+    return _settled(state, after, now)
+
+
+def gone(state: SavesState, node: NodeId, now: Instant) -> SavesState:
+    """A node is lost, or its memory server has not been heard for too long: nothing that it had counts any more."""
+    if node not in state.reports:
+        return state
+    after = msgspec.structs.replace(
+        state,
+        reports={other: report for other, report in state.reports.items() if other != node},
+        heard={other: at for other, at in state.heard.items() if other != node},
+        copies=_with_copies(state, node, {}),
+        node_went=state.node_went or node in present(state),
+    )
+    return _settled(state, after, now)
+
+
+def asked_to_save(state: SavesState, now: Instant, *, step: int | None = None) -> SavesState:
+    """The job stops, or a node will: all save once more, after `step` or soon, and that one goes to storage."""
+    once = state.once if state.stopping and step is None else step if step is not None else once_at(state, now)
+    return _settled(state, msgspec.structs.replace(state, once=once, stopping=True), now)
+
+
+def set_aside(state: SavesState, checkpoint: CheckpointId, now: Instant) -> SavesState:
+    """It was loaded and was found to be bad: later generations restore an older one."""
+    return _settled(state, msgspec.structs.replace(state, bad=state.bad | {checkpoint}), now)
+
+
+def ticked(state: SavesState, now: Instant) -> SavesState:
+    """Time has passed (`next_deadline`)."""
+    return _settled(state, state, now)
+
+
+# --- what follows ----------------------------------------------------------------------------------------------------
+
+
+def orders(state: SavesState, now: Instant) -> MemoryOrders:
+    """What all memory servers are to do now. The same state gives the same orders."""
+    return _orders(ticked(state, now))
+
+
+def next_deadline(state: SavesState, now: Instant) -> Instant | None:
+    """When `ticked` may change something although nobody says anything; None: never."""
+    times = [next_late(state, now), next_due(state, now)]
+    if state.generation > 0:
+        times.append(max(state.began_at, state.opened_at) + GATHER_PATIENCE)
+    if state.asked_at is not None and state.choice is None:
+        times.append(state.asked_at + RESTORE_PATIENCE)
+    return min((time for time in times if time is not None and time > now), default=None)
+
+
+def _orders(state: SavesState) -> MemoryOrders:
+    drain = None if state.drain is None else state.drain.checkpoint
+    choice = state.choice or Choice()
+    holders = () if choice.chosen is None else choice.chosen.holders.values()
+    addressed = {node for nodes in holders for node in nodes if node in state.reports}
+    return MemoryOrders(
+        version=state.version,
+        attempt=state.attempt,
+        generation=state.generation,
+        committed=state.committed,
+        aborted=tuple(sorted(state.aborted)),
+        cadence=state.cadence,
+        once=state.once,
+        world=state.world,
+        partners=state.partners,
+        addresses={node: state.reports[node].address for node in sorted(addressed)},
+        drain=drain,
+        writers=0 if drain is None else standing(state, drain).world_size,
+        durable=state.durable,
+        chosen=choice.chosen,
+        refused=choice.refused,
+    )
+
+
+def _settled(before: SavesState, state: SavesState, now: Instant) -> SavesState:
+    """`state` with everything that follows from it, and a new version where that changes the orders."""
+    state = _know_world(state)
+    state = answer(state, now)
+    state = commit(state, now)
+    state = pace(state, now)
+    state = _pair(state, now)
+    state = store(state, now)
+    unchanged = _meaning(state) == _meaning(before)
+    return msgspec.structs.replace(state, version=before.version if unchanged else before.version + 1)
+
+
+def _meaning(state: SavesState) -> MemoryOrders:
+    return msgspec.structs.replace(_orders(state), version=0)
+
+
+def _know_world(state: SavesState) -> SavesState:
+    """Note which shards the ranks of the generation have, once all have attached."""
+    attached = attachments(state)
+    if state.members is None and state.world_size == 0:
+        state = msgspec.structs.replace(
+            state, world_size=max((r.world_size for r in present(state).values()), default=0)
+        )
+    if state.world is not None or state.world_size == 0 or not attached.keys() >= set(range(state.world_size)):
+        return state
+    shards = tuple(attached[rank].shards for rank in range(state.world_size))
+    world = Shards(attempt=state.attempt, generation=state.generation, by_rank=shards)
+    return msgspec.structs.replace(state, world=world, worlds={**state.worlds, state.line: world})
+
+
+def _pair(state: SavesState, now: Instant) -> SavesState:
+    """Tell each node where its replicas go, once all members are known; anew when one comes or goes."""
+    here = present(state)
+    copies = policy(state).replicas
+    if copies <= 0 or not is_gathered(state, now):
+        return state if not state.partners else msgspec.structs.replace(state, partners={})
+    sends = partners([(node, report.domain) for node, report in here.items()], copies)
+    addresses = {node: tuple(here[other].address for other in others) for node, others in sends.items() if others}
+    return state if addresses == state.partners else msgspec.structs.replace(state, partners=addresses)
+
+
+# --- bookkeeping -----------------------------------------------------------------------------------------------------
+
+
+def _is_older(report: MemoryReport, known: MemoryReport) -> bool:
+    """Whether `report` was made before `known`, by the same life or by an earlier one on the same machine."""
+    new, old = report.incarnation, known.incarnation
+    if new == old:
+        return 0 < report.number < known.number
+    return new.boot_id == old.boot_id and new.started_ticks < old.started_ticks
+
+
+def _remembered(told: Told, more: Told) -> Told:
+    """The newest of both. An answer that some ranks have is never taken back."""
+    newest = max((each.committed for each in (told, more) if each.committed is not None), default=None)
+    cadences = [each.cadence for each in (told, more) if each.cadence is not None]
+    once = [each.once for each in (told, more) if each.once is not None]
+    answer = told if told.answered else more
+    return Told(
+        committed=newest,
+        cadence=max(cadences, key=lambda each: each.first, default=None),
+        once=max(once, default=None),
+        answered=answer.answered,
+        chosen=answer.chosen,
+    )
+
+
+def _with_copies(
+    state: SavesState, node: NodeId, has: dict[CheckpointId, tuple[Held, ...]]
+) -> dict[CheckpointId, dict[NodeId, tuple[Held, ...]]]:
+    """`state.copies`, in which `node` now `has` these and no others."""
+    copies = {checkpoint: dict(nodes) for checkpoint, nodes in state.copies.items()}
+    for nodes in copies.values():
+        nodes.pop(node, None)
+    for checkpoint, parts in has.items():
+        copies.setdefault(checkpoint, {})[node] = parts
+    return {checkpoint: nodes for checkpoint, nodes in copies.items() if nodes}
+
+
+def _with_worlds(state: SavesState, told: Iterable[Shards]) -> dict[Line, Shards]:
+    worlds = {**state.worlds, **{(each.attempt, each.generation): each for each in told}}
+    if state.world is not None:
+        worlds[state.line] = state.world
+    kept = {line_of(checkpoint) for checkpoint in state.copies} | {state.line}
+    newest = set(sorted(worlds, reverse=True)[:WORLDS_KEPT])
+    return {line: world for line, world in worlds.items() if line in kept or line in newest}
+
+
+def _counted(state: SavesState, members: frozenset[NodeId] | None) -> Failures:
+    """The job's history with what ended the present generation: a process at least, or a node. Growth is no failure."""
+    if state.generation == 0:
+        return state.failures
+    known = members is not None and state.members is not None
+    went = state.node_went or (known and bool((state.members or frozenset()) - (members or frozenset())))
+    if went:
+        return msgspec.structs.replace(state.failures, node=state.failures.node + 1)
+    if known and state.members != members:
+        return state.failures
+    return msgspec.structs.replace(state.failures, process=state.failures.process + 1)

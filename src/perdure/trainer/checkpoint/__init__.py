@@ -1,0 +1,1 @@
+"""Checkpoints from inside the training process: one copy into a slot, and back. Needs torch; imported when used."""

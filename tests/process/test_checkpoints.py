@@ -1,0 +1,100 @@
+"""Checkpoints in memory under `perdure run`: what a killed rank and a lost node cost, and what is left afterwards."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from perdure.vocab.checkpoint import Level
+from perdure.vocab.event import CheckpointChosen, CheckpointCommitted, CheckpointStored, NodeLost, NodeReady
+from tests.process.jobs import Job, perdure, running, script
+
+pytest.importorskip("torch")
+KEEP = script("keep.py")
+STEADY = {"ALWAYS": "1", "OMP_NUM_THREADS": "1"}
+
+
+def curve(output: str) -> dict[tuple[int, int], str]:
+    """Loss by (rank, step), the last one told."""
+    return {
+        (int(rank), int(step)): loss
+        for rank, step, loss in re.findall(r"^\[default(\d+)\]:(\d+) (\S+)$", output, re.MULTILINE)
+    }
+
+
+def chosen(job: Job) -> list[CheckpointChosen]:
+    return job.all(CheckpointChosen)
+
+
+def test_killed_rank_goes_on_from_own_memory_and_follows_the_same_curve(tmp_path: Path) -> None:
+    """Thread transformers 17032: losses after a resume are bitwise equal, dropout on; here after three of them."""
+    words = ("--nproc-per-node", "2", KEEP, "20")
+    with running(tmp_path, *words, name="whole", env=STEADY) as job:
+        assert job.end() == 0
+        whole = curve(job.output)
+    with running(tmp_path, *words, name="cut", env={**STEADY, "PAUSE": "0.2"}) as job:
+        for generation, rank in ((1, 0), (2, 1), (3, 0)):
+            job.wait_event(CheckpointCommitted, where=lambda e, g=generation: e.checkpoint.generation == g)
+            job.kill_worker(rank)
+            job.wait_stepping(generation + 1)
+        assert job.end() == 0
+        assert curve(job.output) == whole
+        restored = chosen(job)
+        assert [e.from_memory for e in restored] == [0, 2, 2, 2]
+        committed = job.all(CheckpointCommitted)
+        for choice in restored[1:]:
+            before = [e.checkpoint for e in committed if e.checkpoint.generation < choice.generation]
+            assert choice.checkpoint is not None
+            assert choice.checkpoint >= max(before), "a committed step was lost"
+        assert {e.level for e in committed} == {Level.SEALED}
+    assert not Path(f"/dev/shm/perdure-{os.getuid()}/cut").exists()
+
+
+def test_ranks_of_a_lost_node_are_restored_from_its_partners_memory(tmp_path: Path) -> None:
+    words = ("--local-nodes", "3", "--nnodes", "2", "--spares", "1", "--nproc-per-node", "1", KEEP, "30")
+    with running(tmp_path, *words, env={**STEADY, "REPLICAS": "1", "PAUSE": "0.1"}) as job:
+        job.wait_stepping(1)
+        (spare,) = {f"node-{i}" for i in range(3)} - set(job.members())
+        job.wait_event(NodeReady, where=lambda e: e.node == spare)
+        job.wait_event(CheckpointCommitted, 2)
+        with job.launcher_frozen():
+            job.kill_node(job.members()[1])
+            job.wait_event(NodeLost)
+        job.wait_stepping(2)
+        assert job.end() == 0
+        committed = job.all(CheckpointCommitted)
+        assert {e.level for e in committed} == {Level.REPLICATED}
+        first, second = chosen(job)
+        assert (first.checkpoint, second.from_memory, second.missing) == (None, 2, ())
+        assert second.checkpoint is not None
+        assert second.checkpoint >= max(e.checkpoint for e in committed if e.checkpoint.generation == 1)
+        assert {step for _, step in curve(job.output)} == set(range(30))
+
+
+def test_committed_checkpoint_reaches_storage_and_a_new_job_goes_on_from_there(tmp_path: Path) -> None:
+    """All memory is gone after the job: thread dlrover 1378, the last checkpoint is drained."""
+    store = str(tmp_path / "store")
+    words = ("--nproc-per-node", "2", KEEP)
+    with running(tmp_path, *words, "11", store, name="first", env=STEADY) as job:
+        assert job.end(seconds=110) == 0
+        assert job.all(CheckpointStored)[-1].checkpoint.step == 10
+    listed = perdure(tmp_path, "checkpoint", "verify", store)
+    assert listed.returncode == 0, listed.stdout + listed.stderr
+    with running(tmp_path, *words, "13", store, name="second", env=STEADY) as job:
+        assert job.end(seconds=110) == 0
+        assert [(e.checkpoint.step if e.checkpoint else None, e.from_memory) for e in chosen(job)] == [(10, 0)]
+        assert {step for _, step in curve(job.output)} == {11, 12}
+
+
+def test_stop_saves_once_more_at_the_common_last_step(tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    env = {"EVERY": "1000", "PAUSE": "0.1", "OMP_NUM_THREADS": "1"}
+    words = ("--nproc-per-node", "2", "--shutdown-timeout", "90", KEEP, "100000", store)
+    with running(tmp_path, *words, env=env) as job:
+        job.wait_stepping(1)
+        job.interrupt(signal.SIGTERM)
+        assert job.end(seconds=110) == 3
+        last = max(step for _, step in curve(job.output))
+        assert job.all(CheckpointStored)[-1].checkpoint.step == last

@@ -1,0 +1,96 @@
+"""DCP's save into a slot and its load out of it, by DCP's own names."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from perdure.errors import ConfigError
+from perdure.trainer.checkpoint.reader import TierReader
+from perdure.trainer.checkpoint.state import State
+from perdure.trainer.checkpoint.tiers import Tiers
+from perdure.trainer.checkpoint.writer import TierWriter
+from tests.unit.trainer.tier_slots import a_plan, same, write_slot
+
+
+class OneSlot:
+    """A checkpoint without a memory server: what is saved is sealed at once, in the one file."""
+
+    def __init__(self, path: Path, objects: dict[str, Any], is_free: bool) -> None:
+        self.path = path
+        self.steps: list[int] = []
+        self._state = State(objects)
+        self._is_free = is_free
+
+    def save(self, step: int) -> bool:
+        self.steps.append(step)
+        if self._is_free:
+            self.path.unlink(missing_ok=True)
+            gathered = self._state.gather()
+            write_slot(self.path, gathered.tensors, 0, 1, shared=gathered.shared, own=gathered.own)
+        return self._is_free
+
+
+@pytest.fixture(autouse=True)
+def undistributed() -> Iterator[None]:
+    """DCP warns that there is no process group; there need not be one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def a_state(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * seed)
+    model(torch.randn(2, 5)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": seed}
+
+
+def flat(state: Any) -> list[Any]:
+    if isinstance(state, dict):
+        return [leaf for key in sorted(state, key=str) for leaf in flat(state[key])]
+    return [state]
+
+
+def test_what_dcp_saves_dcp_loads_again(tmp_path: Path) -> None:
+    writer = TierWriter(lambda **objects: OneSlot(tmp_path / "0", objects, True))
+    for seed in (1, 2):
+        dcp.save(a_state(seed), checkpoint_id=f"run/step-{seed}", storage_writer=writer)
+        assert writer.saved
+    assert writer.checkpoint is not None
+    assert writer.checkpoint.steps == [1, 2]  # type: ignore[attr-defined]
+    found = a_state(3)
+    dcp.load(
+        found, storage_reader=TierReader(Tiers(a_plan(1, here={0: tmp_path / "0"}), None, "", rank=0, world_size=1))
+    )
+    for one, other in zip(flat(found), flat(a_state(2)), strict=True):
+        assert same(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_a_save_without_a_free_slot_is_skipped_and_told(tmp_path: Path) -> None:
+    writer = TierWriter(lambda **objects: OneSlot(tmp_path / "0", objects, False))
+    dcp.save(a_state(1), checkpoint_id="7", storage_writer=writer)
+    assert not writer.saved
+
+
+def test_a_save_without_a_step_is_refused(tmp_path: Path) -> None:
+    writer = TierWriter(lambda **objects: OneSlot(tmp_path / "0", objects, True))
+    with pytest.raises(ConfigError, match="give the step"):
+        dcp.save(a_state(1), checkpoint_id="latest", storage_writer=writer)
+
+
+def test_options_reach_the_checkpoint_that_is_opened(tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def opener(store: str, **objects: Any) -> OneSlot:
+        seen.update(store=store, names=sorted(objects))
+        return OneSlot(tmp_path / "0", objects, True)
+
+    dcp.save(a_state(1), checkpoint_id="1", storage_writer=TierWriter(opener, store="/scratch"))
+    assert seen == {"store": "/scratch", "names": ["model", "optimizer", "step"]}
