@@ -17,7 +17,6 @@ import msgspec
 
 from perdure.agent.config import AgentConfig
 from perdure.agent.memory.config import MemoryConfig
-from perdure.agent.memory.files import default_folder
 from perdure.agent.warm import say
 from perdure.errors import HostError
 from perdure.host.proc import incarnation
@@ -59,7 +58,7 @@ class Activation:
             self._socket.listen(self._config.slots + 8)
         except OSError as error:
             raise HostError(f"trainers cannot reach the checkpoint memory: {error.strerror or error}") from error
-        folder = default_folder(self._config.job, self._config.node)
+        folder = self._config.memory
         if os.path.isdir(folder) and any(name.endswith(".slot") for name in os.listdir(folder)):
             self._start()  # an earlier life has left checkpoints, which others may need
         else:
@@ -97,6 +96,7 @@ class Activation:
             attempt=self._attempt(),
             node=config.node,
             domain=config.domain,
+            folder=config.memory,
             socket_fd=self._socket.fileno(),
             control=config.control,
             token=self._token,

@@ -37,6 +37,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """At which other nodes reach this one."""
     domain: str = ""
     """Failure domain (rack, switch, power feed); empty: the host."""
+    memory: str = ""
+    """Folder of this node's checkpoints in memory; empty: the memory server's default."""
     slots: int
     order: int = 0
     standby: bool = False

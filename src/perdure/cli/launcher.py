@@ -12,7 +12,7 @@ import msgspec
 
 from perdure.agent.config import AgentConfig
 from perdure.agent.loop import EXIT_UNAVAILABLE
-from perdure.agent.memory.files import remove_folder
+from perdure.agent.memory.files import default_folder, remove_folder
 from perdure.agent.state import EXIT_FENCED
 from perdure.backends.local import YOUNG, Life, LocalMachine, Program
 from perdure.cli.control import EXIT_PORT_TAKEN
@@ -94,7 +94,7 @@ class Launcher:
                 with anyio.CancelScope(shield=True):
                     await self._machine.close(signal.SIGKILL, 1.0)
                     for node in self._request.nodes:  # of agents that had to be killed
-                        remove_folder(self._request.job.id, node.name)
+                        remove_folder(self._memory_of(node))
                 children.close()
             self._terminal.end(self._ended)
         return self._exit_code()
@@ -173,6 +173,7 @@ class Launcher:
             control=self._control,
             address=self._address,
             domain=request.domain or node.name,
+            memory=self._memory_of(node),
             slots=job.workers_per_node,
             order=node.order,
             standby=node.standby,
@@ -194,6 +195,9 @@ class Launcher:
             join_timeout=job.rules.join_timeout,
             poll_seconds=request.poll_seconds,
         )
+
+    def _memory_of(self, node: NodeToStart) -> str:
+        return default_folder(self._request.job.id, node.name, str(self._job.path.resolve()))
 
     # --- watching ----------------------------------------------------------------------------------------------------
 

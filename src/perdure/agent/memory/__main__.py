@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
                 return 1  # it died before the line above
         _be_nice(config.nice)
         return anyio.run(MemoryServer(config).run)
-    except* PerdureError as problems:
+    except* (PerdureError, OSError) as problems:
         problem: BaseException = problems
         while isinstance(problem, BaseExceptionGroup):
             problem = problem.exceptions[0]

@@ -16,6 +16,7 @@ import shutil
 from urllib.parse import quote
 
 import msgspec
+import xxhash
 
 from perdure.agent.memory.lock import Owner, take_lock
 from perdure.agent.memory.ring import Key
@@ -61,17 +62,20 @@ class SlotFile:
         os.close(self.fd)
 
 
-def default_folder(job: JobId, node: str) -> str:
-    return os.path.join(base_folder(), quote(job, safe=""), quote(node, safe=""))
+def default_folder(job: JobId, node: str, home: str = "") -> str:
+    """`home`: the job's folder. Two jobs of one name in two homes may run at once on one machine."""
+    name = (
+        quote(job, safe="") if not home else f"{quote(job, safe='')}-{xxhash.xxh3_64_hexdigest(os.fsencode(home))[:8]}"
+    )
+    return os.path.join(base_folder(), name, quote(node, safe=""))
 
 
 def base_folder() -> str:
     return f"/dev/shm/perdure-{os.getuid()}"
 
 
-def remove_folder(job: JobId, node: str) -> None:
-    """Remove what a node that is over has left in the default place."""
-    path = default_folder(job, node)
+def remove_folder(path: str) -> None:
+    """Remove what a node that is over has left in its default folder."""
     shutil.rmtree(path, ignore_errors=True)
     for folder in (os.path.dirname(path), base_folder()):
         try:
