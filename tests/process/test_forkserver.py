@@ -606,14 +606,14 @@ socket.send_fds(ours, [msgspec.json.encode(request)], [1, 2, page.fd])
 forked = msgspec.json.decode(ours.recv(1 << 16), type=ForkServerOut)
 spawned = subprocess.Popen([*base, "perdure.trainer.worker", "--heartbeat-fd", str(page.fd), "--slot", "1",
     "--generation", "1", "--agent", str(os.getpid()), "--kind", "script", "--target", "idle.py"], pass_fds=[page.fd])
-print("pids", server.pid, forked.pid, spawned.pid, flush=True)
+os.write(1, f"pids {server.pid} {forked.pid} {spawned.pid}\\n".encode())  # one write: others write there too
 sys.stdin.read()
 """
 
 
 def test_everything_ends_with_the_agent(tmp_path: Path) -> None:
     program(tmp_path, "agent.py", AGENT)
-    program(tmp_path, "idle.py", "import signal\nprint('up\\n', end='', flush=True)\nwhile True: signal.pause()")
+    program(tmp_path, "idle.py", "import os, signal\nos.write(1, b'up\\n')\nwhile True: signal.pause()")
     agent = subprocess.Popen(
         [sys.executable, "agent.py"],
         cwd=tmp_path,
