@@ -117,6 +117,12 @@ class Run:
         address = os.fspath(store)
         if address and "://" not in address and "::" not in address:
             address = os.path.abspath(os.path.expanduser(address))
+        if address:
+            from perdure.store.address import open_medium
+
+            open_medium(address)  # an address that can never be is told here, not by silence later
+        if policy is not None:
+            _check_policy(policy)
         place = place_of(self.rank, self.world_size, address, os.environ)
         return Checkpoint(
             objects,
@@ -128,6 +134,16 @@ class Run:
             overlap=overlap,
             merge=merge,
         )
+
+
+def _check_policy(policy: "Policy") -> None:
+    """Raises ConfigError for what can never be kept."""
+    least = {"every": 1, "store_every": 1, "replicas": 0, "keep": 1, "slots": 0}
+    for name, value in ((name, getattr(policy, name)) for name in least):
+        if value is not None and value < least[name]:
+            raise ConfigError(f"CheckpointPolicy({name}={value}): it must be at least {least[name]}")
+    if not 0 < policy.overhead < 1:
+        raise ConfigError(f"CheckpointPolicy(overhead={policy.overhead}): a share of the time, between 0 and 1")
 
 
 _run: Run | None = None
