@@ -1,7 +1,7 @@
 """Ours, as a script uses it. Nothing about measuring.
 
-The one thing that a script does not do: it asks whether a save is complete. In memory that is a word of the page that
-`save_if_due` reads, too; in storage it is a folder of its final name.
+The one thing that a script does not do: it asks whether a save is complete. In memory `committed` says so; in storage
+it is a folder of its final name.
 """
 
 import os
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import perdure
 from checkpoint_methods import Method
-from perdure.wire.memory import SavePage
 
 
 class InMemory(Method):
@@ -38,8 +37,7 @@ class InMemory(Method):
             raise RuntimeError(f"step {step} was skipped: there was no free slot")
 
     def is_complete(self) -> bool:
-        committed: int = self._checkpoint._words[SavePage.COMMITTED]
-        return committed >= self._step
+        return self._checkpoint.committed >= self._step
 
     def restore(self, step: int) -> None:
         following = self._checkpoint.restore()

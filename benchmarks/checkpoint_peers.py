@@ -137,7 +137,7 @@ class DlroverStorage(DlroverMemory):
 
     def is_complete(self) -> bool:
         try:
-            return int((self.place.folder / "latest_checkpointed_iteration.txt").read_text() or 0) >= self._step
+            return int((self.place.folder / "dlrover_latest.txt").read_text() or 0) >= self._step
         except OSError:
             return False
 

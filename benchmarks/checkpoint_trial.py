@@ -13,6 +13,7 @@ from pathlib import Path
 
 import processes
 from launchers import ROOT, WORKERS, free_port
+from perdure.agent.launch import glibc_tunables
 
 Result = dict[str, object]
 
@@ -110,6 +111,7 @@ def _environment(run: str, folder: Path, rank: int, world: int, port: str, own_n
         "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": run,
         "TORCHELASTIC_RESTART_COUNT": "0",
+        "GLIBC_TUNABLES": glibc_tunables(os.environ.get("GLIBC_TUNABLES", "")),  # as `perdure run` sets it; peers, too
         "PERDURE_BENCH_RUN": run,
         "PERDURE_HOME": str(folder / "home"),
         "PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT / "src")]),

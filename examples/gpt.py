@@ -1,14 +1,15 @@
 """A small byte-level GPT, trained on the source text of Python's standard library.
 
-Plain PyTorch and DDP, and plain saves to a folder: it knows nothing of nodes, launchers or faults. The same file runs
+Plain PyTorch and DDP, and Perdure's checkpoints: it knows nothing of nodes, launchers or faults. The same file runs
 under
 
     perdure run --nproc-per-node 2 examples/gpt.py
     torchrun --standalone --nproc-per-node 2 examples/gpt.py
     python examples/gpt.py
 
-and goes on from its last save whenever it is started again. Which bytes a rank sees at a step depends on seed, step and
-rank alone, so a resumed run follows the very curve of one that was never interrupted.
+and goes on from its newest checkpoint whenever it is started again: from memory after a fault, from the folder later.
+Which bytes a rank sees at a step depends on seed, step and rank alone, so a resumed run follows the very curve of one
+that was never interrupted.
 """
 
 import argparse
@@ -27,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 import perdure
 
 VOCABULARY = 256  # bytes
-KEEP_SAVES = 2
 HELD_OUT_EVERY = 10  # every tenth file is kept for validation
 
 
@@ -98,51 +98,15 @@ def draw(text: Tensor, args: argparse.Namespace, step: int, rank: int, device: t
     return windows[:, :-1], windows[:, 1:]
 
 
-def saves(out: Path) -> list[Path]:
-    """Complete saves, oldest first."""
-    return sorted(out.glob("save-*.pt"))
-
-
-def save(out: Path, step: int, model: GPT, optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> None:
-    """Rank 0 writes the state after which `step` is the next to do. A reader sees the whole of it or nothing."""
-    if dist.get_rank() == 0:
-        state = {
-            "step": step,  # also the position in the data
-            "seed": args.seed,
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "rng": torch.get_rng_state(),
-        }
-        target = out / f"save-{step:08d}.pt"
-        with open(target.with_suffix(".tmp"), "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(file.name, target)
-        folder = os.open(out, os.O_RDONLY)
-        os.fsync(folder)  # the rename itself must outlive a power cut too
-        os.close(folder)
-        for old in saves(out)[:-KEEP_SAVES]:
-            old.unlink()
-    dist.barrier()  # when the checkpoint phase is over, the save is there, on every rank
-
-
-def restore(out: Path, model: GPT, optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> int:
-    """The next step to do: 0 at first, else the one that the newest save names."""
-    # Rank 0 says which save it is: on a network file system two nodes may list a folder differently for a moment.
-    newest = saves(out)[-1:]
-    chosen = torch.tensor(int(newest[0].stem[5:]) if newest else 0, device=next(model.parameters()).device)
-    dist.broadcast(chosen, src=0)
-    if chosen.item() == 0:
-        return 0
-    path = out / f"save-{int(chosen.item()):08d}.pt"
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    if state["seed"] != args.seed:
-        raise SystemExit(f"{path} was made with --seed {state['seed']}; give the same, or another --out")
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(state["rng"])
-    return int(state["step"])
+def restore(checkpoint: perdure.Checkpoint) -> int:
+    """The next step to do, 0 at first; each rank says what it has read, and where."""
+    following = checkpoint.restore()
+    if (found := checkpoint.restored) is not None:
+        sources = " and ".join(sorted(found.sources)) or "nowhere"
+        size, seconds = found.nbytes / 1e6, found.seconds
+        rank = dist.get_rank()
+        print(f"rank {rank} restored step {following - 1} from {sources}: {size:.1f} MB in {seconds:.3f} s", flush=True)
+    return following
 
 
 @torch.no_grad()
@@ -171,40 +135,43 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     text, held_out = read_text()
     torch.manual_seed(args.seed)
     model = GPT(args.context).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate, betas=(0.9, 0.95))
-    restored = restore(args.out, model, optimizer, args)
     parallel = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
-    if rank == 0:
-        size = sum(p.numel() for p in model.parameters())
-        print(f"{size / 1e6:.2f} M parameters, {len(text) / 1e6:.1f} MB of text, {world} ranks, from step {restored}")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate, betas=(0.9, 0.95))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / args.warm_up))
 
     run = perdure.current_run()
-    done = saved = restored
-    for step in run.steps(start=restored, stop=args.steps):
+    checkpoint = run.checkpoint(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        store=args.out / f"checkpoints-{args.seed}",  # another seed draws other data: never go on from its state
+        policy=perdure.CheckpointPolicy(every=args.save_every, replicas=args.replicas),
+    )
+    first = restore(checkpoint)
+    if rank == 0:
+        size = sum(p.numel() for p in model.parameters())
+        print(f"{size / 1e6:.2f} M parameters, {len(text) / 1e6:.1f} MB of text, {world} ranks, from step {first}")
+
+    done = first
+    for step in run.steps(start=first, stop=args.steps):
         began = time.perf_counter()
-        for group in optimizer.param_groups:
-            group["lr"] = args.rate * min(1.0, (step + 1) / args.warm_up)
         optimizer.zero_grad(set_to_none=True)
         loss = parallel(*draw(text, args, step, rank, device))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        scheduler.step()
         mean = loss.detach() / world
         dist.all_reduce(mean)
         done = step + 1
         if rank == 0:
             tell(args.out, step, mean.item(), time.perf_counter() - began, run)
-        if done % args.save_every == 0:
-            with run.phase("checkpoint"):
-                save(args.out, done, model, optimizer, args)
-            saved = done
+        checkpoint.save_if_due(step)
 
-    if done != saved:
-        with run.phase("checkpoint"):
-            save(args.out, done, model, optimizer, args)
-    if run.stopping:  # asked to end early: the save is there, and that is all there is time for
+    stored = checkpoint.close()  # the last step, too, and it is in the folder
+    if run.stopping:  # asked to end early: that is all there is time for
         if rank == 0:
-            print(f"asked to stop: saved after step {done - 1}", flush=True)
+            print(f"asked to stop: step {done - 1} is {'saved' if stored else 'NOT saved'}", flush=True)
         return
     with run.phase("evaluation"):
         loss_there = validate(model, held_out, args, device)
@@ -215,8 +182,9 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--save-every", type=int, default=25, help="steps from one save to the next")
-    parser.add_argument("--out", type=Path, default=Path("gpt-out"), help="folder for saves and losses.jsonl")
+    parser.add_argument("--save-every", type=int, default=5, help="steps from one checkpoint in memory to the next")
+    parser.add_argument("--replicas", type=int, default=0, help="other nodes whose memory keeps a copy, too")
+    parser.add_argument("--out", type=Path, default=Path("gpt-out"), help="folder for checkpoints and losses.jsonl")
     parser.add_argument("--batch", type=int, default=4, help="sequences for each rank and step")
     parser.add_argument("--context", type=int, default=96, help="bytes that the model sees")
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate after the warm-up")

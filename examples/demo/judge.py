@@ -1,9 +1,11 @@
-"""Whether training went on from its last save after every fault, judged by rank 0's record of losses alone. Pure."""
+"""Whether training went on from its newest checkpoint after every fault, by rank 0's losses and the event log. Pure."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from watch import Loss
+
+from perdure.vocab.event import CheckpointChosen, CheckpointCommitted
 
 # Steps are done again with the same data from the same state. DDP sorts its gradients into other buckets after its
 # first step, so sums may be rounded differently: 2e-7 was seen at 4 ranks (2026-11). A wrong state is off by far more.
@@ -37,7 +39,15 @@ def resumptions(losses: Sequence[Loss]) -> list[Resumption]:
     return found
 
 
-def complaints(losses: Sequence[Loss], steps: int, save_every: int, faults: int) -> list[str]:
+def complaints(
+    losses: Sequence[Loss],
+    committed: Sequence[CheckpointCommitted],
+    chosen: Sequence[CheckpointChosen],
+    *,
+    steps: int,
+    ranks: int,
+    faults: int,
+) -> list[str]:
     """What is wrong with the record of a whole run: nothing, or one sentence each."""
     wrong: list[str] = []
     missing = sorted(set(range(steps)) - {loss.step for loss in losses})
@@ -46,14 +56,18 @@ def complaints(losses: Sequence[Loss], steps: int, save_every: int, faults: int)
     found = resumptions(losses)
     if len(found) < faults:
         wrong.append(f"training was resumed {len(found)} times after {faults} faults")
-    done = -1
+    told = {choice.generation: choice for choice in chosen}
     for resumption in found:
-        done = max([done, *(loss.step for loss in losses if loss.generation < resumption.generation)])
         name = f"generation {resumption.generation}"
-        if resumption.first % save_every or resumption.first > done + 1:
-            wrong.append(f"{name} began with step {resumption.first}, where there was no save")
-        elif done + 1 - resumption.first > save_every:
-            wrong.append(f"{name} began with step {resumption.first}, but {done} was done: not the last save")
+        restored = told[resumption.generation].checkpoint if resumption.generation in told else None
+        if restored is None or resumption.first != restored.step + 1:
+            wrong.append(f"{name} began with step {resumption.first}, but was told to restore {restored}")
+            continue
+        newest = max(each.checkpoint for each in committed if each.checkpoint.generation < resumption.generation)
+        if restored < newest:
+            wrong.append(f"{name} went back to {restored}, but {newest} was committed")
+        if told[resumption.generation].from_memory < ranks:
+            wrong.append(f"{name} had to read {restored} from storage")
         if resumption.apart > TOLERANCE:
             wrong.append(f"{name} did steps again with losses up to {resumption.apart:.4f} apart")
     return wrong

@@ -1,7 +1,7 @@
 """`make demo`: a small GPT trains on two nodes and a spare, all on this machine, while three faults happen to it.
 
 It starts the real command line, breaks things by signals alone, and judges by the event log and the record of losses.
-Exit code 0: every fault was survived and the loss went on from the last save.
+Exit code 0: every fault was survived, and the loss went on from the newest checkpoint, read from the nodes' memory.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from watch import JobOverError, Watch
 from perdure.cli.timeline import draw_timeline
 from perdure.errors import PerdureError
 from perdure.goodput import account
+from perdure.vocab.event import GenerationBegan
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PERDURE = (sys.executable, "-m", "perdure.cli.main")
@@ -36,6 +37,7 @@ def start(args: argparse.Namespace, training: Path, env: dict[str, str]) -> subp
     shape = ["--nnodes", str(NODES), "--nproc-per-node", str(PER_NODE), "--spares", str(SPARES)]
     shape += ["--local-nodes", str(NODES + SPARES), "--max-restarts", "10"]
     script = [str(ROOT / "examples" / "gpt.py"), "--steps", str(args.steps), "--save-every", str(args.save_every)]
+    script += ["--replicas", "1"]
     command = ["run", *shape, *script, "--out", str(training), "--seed", str(args.seed)]
     console.print(f"[bold]$ perdure {' '.join(command)}[/]")
     return subprocess.Popen([*PERDURE, *command], env=env)
@@ -48,9 +50,9 @@ def announce(text: str) -> None:
 def inject(fault: Fault, number: int, watch: Watch, args: argparse.Namespace, dice: random.Random) -> None:
     """Wait until there is something to lose, do `fault`, wait until all ranks step again."""
     generation = watch.until("a generation", watch.assignment, PATIENCE).number
-    watch.until("a save", lambda: watch.has_saved(generation) or None, PATIENCE)
-    # Some steps after a save: those are what the fault costs, and what the judge compares.
-    enough = watch.last_step() + args.save_every // 2
+    watch.until("a checkpoint", lambda: watch.has_saved(generation) or None, PATIENCE)
+    # Some steps after a checkpoint: those are what the fault costs, and what the judge compares.
+    enough = watch.last_step() + args.save_every // 2 + 1
     watch.until(f"step {enough}", lambda: watch.last_step() >= enough or None, PATIENCE)
     announce(f"fault {number} of {len(FAULTS)}: {fault.title}")
     began = time.monotonic()
@@ -63,6 +65,9 @@ def inject(fault: Fault, number: int, watch: Watch, args: argparse.Namespace, di
         return assignment.number
 
     now = watch.until(f"recovery from: {fault.title}", newer, PATIENCE)
+    choice = watch.chosen(now)
+    if choice is not None and choice.checkpoint is not None:
+        console.print(f"all ranks restored {choice.checkpoint}, {choice.from_memory} of them from the nodes' memory")
     console.print(f"[bold green]all ranks train again in generation {now}, {time.monotonic() - began:.1f} s later[/]")
 
 
@@ -108,7 +113,7 @@ def report(watch: Watch, out: Path, env: dict[str, str]) -> None:
         console.print(f"\nThe timeline is in [bold]{picture}[/].")
     except PerdureError as error:
         console.print(f"\n[yellow]No picture: {escape(str(error))}[/]")
-    console.print(f"Saves and losses are in {out / 'training'}.")
+    console.print(f"Checkpoints and losses are in {out / 'training'}.")
 
 
 def judge(watch: Watch, args: argparse.Namespace) -> list[str]:
@@ -116,19 +121,27 @@ def judge(watch: Watch, args: argparse.Namespace) -> list[str]:
     losses = watch.losses()
     for found in resumptions(losses):
         console.print(
-            f"Generation {found.generation} went on from the save before step {found.first}; {found.redone} steps "
-            f"were done again, with losses at most {found.apart:.1e} from the first time."
+            f"Generation {found.generation} went on with step {found.first}; {found.redone} steps were done again, "
+            f"with losses at most {found.apart:.1e} from the first time."
         )
     if losses:
         first, last = losses[0], losses[-1]
         console.print(f"Loss: {first.loss:.2f} at step {first.step}, {last.loss:.2f} at step {last.step}.")
-    return complaints(losses, args.steps, args.save_every, len(FAULTS))
+    generations = {r.assignment.number for r in watch.records if isinstance(r, GenerationBegan)}
+    return complaints(
+        losses,
+        watch.committed(),
+        [choice for number in sorted(generations) if (choice := watch.chosen(number)) is not None],
+        steps=args.steps,
+        ranks=NODES * PER_NODE,
+        faults=len(FAULTS),
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--save-every", type=int, default=20)
+    parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder that is made anew")
     args = parser.parse_args()
@@ -157,7 +170,7 @@ def main() -> None:
         console.print(f"[bold red]FAILED: {sentence}[/]")
     if wrong:
         raise SystemExit(1)
-    console.print(f"[bold green]{len(FAULTS)} faults, and the loss went on from the last save each time.[/]")
+    console.print(f"[bold green]{len(FAULTS)} faults, and the loss went on from the newest checkpoint each time.[/]")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,15 @@ from typing import NamedTuple, TypeVar
 from perdure.errors import EventLogError
 from perdure.ports import LogRecord
 from perdure.store.eventlog import open_reader
-from perdure.vocab.event import GenerationBegan, NodeJoined, NodeReady, SavePassed, StepsBegun, WorkersStarted
+from perdure.vocab.event import (
+    CheckpointChosen,
+    CheckpointCommitted,
+    GenerationBegan,
+    NodeJoined,
+    NodeReady,
+    StepsBegun,
+    WorkersStarted,
+)
 from perdure.vocab.generation import Assignment
 
 T = TypeVar("T")
@@ -85,18 +93,24 @@ class Watch:
         return len({r.node for r in self.records if isinstance(r, NodeReady)})
 
     def has_saved(self, generation: int) -> bool:
-        """All nodes have ended a checkpoint phase in `generation`."""
-        return self._all_nodes(generation, SavePassed)
+        """A checkpoint of `generation` is complete, with every rank's copy in another node's memory, too."""
+        return any(found.checkpoint.generation == generation for found in self.committed())
+
+    def committed(self) -> list[CheckpointCommitted]:
+        """Every checkpoint that has become complete, in that order."""
+        return [record for record in self.records if isinstance(record, CheckpointCommitted)]
+
+    def chosen(self, generation: int) -> CheckpointChosen | None:
+        """What the ranks of `generation` restored; None: they have not been told yet."""
+        told = (r for r in self.records if isinstance(r, CheckpointChosen) and r.generation == generation)
+        return next(told, None)
 
     def has_stepped(self, generation: int) -> bool:
         """All ranks have finished a step in `generation`."""
-        return self._all_nodes(generation, StepsBegun)
-
-    def _all_nodes(self, generation: int, kind: type[SavePassed] | type[StepsBegun]) -> bool:
         assignment = self.assignment()
         if assignment is None or assignment.number != generation:
             return False
-        told = {r.node for r in self.records if isinstance(r, kind) and r.generation == generation}
+        told = {r.node for r in self.records if isinstance(r, StepsBegun) and r.generation == generation}
         return told >= set(assignment.nodes)
 
     def workers(self) -> dict[int, int]:

@@ -6,19 +6,26 @@ from importlib import import_module
 
 TYPE_CHECKING = False  # as typing.TYPE_CHECKING for type checkers; importing typing would be most of what this costs
 if TYPE_CHECKING:
-    from perdure.errors import ConfigError, HostError, NoCheckpointError, PerdureError, WireError
+    from perdure.errors import BadCheckpointError, ConfigError, HostError, NoCheckpointError, PerdureError, WireError
+    from perdure.trainer.checkpoint.reader import TierReader
+    from perdure.trainer.checkpoint.tier import Checkpoint
+    from perdure.trainer.checkpoint.writer import TierWriter
     from perdure.trainer.session import Run, current_run, train
     from perdure.wire.memory import Policy as CheckpointPolicy
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BadCheckpointError",
+    "Checkpoint",
     "CheckpointPolicy",
     "ConfigError",
     "HostError",
     "NoCheckpointError",
     "PerdureError",
     "Run",
+    "TierReader",
+    "TierWriter",
     "WireError",
     "__version__",
     "current_run",
@@ -26,12 +33,16 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BadCheckpointError": "perdure.errors",
+    "Checkpoint": "perdure.trainer.checkpoint.tier",
     "CheckpointPolicy": "perdure.wire.memory",
     "ConfigError": "perdure.errors",
     "HostError": "perdure.errors",
     "NoCheckpointError": "perdure.errors",
     "PerdureError": "perdure.errors",
     "Run": "perdure.trainer.session",
+    "TierReader": "perdure.trainer.checkpoint.reader",
+    "TierWriter": "perdure.trainer.checkpoint.writer",
     "WireError": "perdure.errors",
     "current_run": "perdure.trainer.session",
     "train": "perdure.trainer.session",

@@ -41,5 +41,9 @@ class CorruptCheckpointError(PerdureError):
     """A checkpoint, or a part of one, is not what was written."""
 
 
+class BadCheckpointError(PerdureError):
+    """What was restored is bad, as the script's own check says. It is set aside; the next start takes an older one."""
+
+
 class NoCheckpointError(PerdureError):
     """Checkpoints exist and none can be restored. Training does not start from random weights unless it is told to."""

@@ -38,7 +38,7 @@ JOB, TOKEN, WITHIN = JobId("job"), "a-token-of-the-test", 100.0
 
 
 def checkpoint(step: int, generation: int = 1, attempt: int = 1) -> CheckpointId:
-    return CheckpointId(attempt, GenerationNumber(generation), step)
+    return CheckpointId(attempt=attempt, generation=GenerationNumber(generation), step=step)
 
 
 class Control:

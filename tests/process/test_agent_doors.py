@@ -621,7 +621,7 @@ async def test_the_environment_is_torchruns(tmp_path: Path) -> None:
         theirs = json.loads((tmp_path / str(rank)).read_text())
         ours = {**base_env(cfg, clean), **worker_env(cfg, orders, rank, "e", clean)}
         # which torchrun sets nowhere, and what its own start leaves behind
-        own = {k for k in ours if k.startswith("PERDURE_")} | {"PYTORCH_NVML_BASED_CUDA_CHECK"}
+        own = {k for k in ours if k.startswith("PERDURE_")} | {"PYTORCH_NVML_BASED_CUDA_CHECK", "GLIBC_TUNABLES"}
         assert differ <= theirs.keys()
         assert theirs.keys() - ours.keys() <= {"TORCHELASTIC_SIGNALS_TO_HANDLE", "KINETO_LOG_LEVEL", "LC_CTYPE"}
         assert ours.keys() - theirs.keys() == own

@@ -78,7 +78,7 @@ def started(text: str) -> str:
 
 
 def test_killed_script_goes_on_bit_for_bit_from_memory(bench: Bench) -> None:
-    """Thread dlrover 856: kill -9 the trainer, and the slot is still there. Thread transformers 17032: equal losses."""
+    """Thread 16 (dlrover 856): the slot outlives the trainer. Thread 40 (transformers 17032): equal losses."""
     whole = bench.python("12")
     assert whole.returncode == 0, whole.stderr
     bench.end()
@@ -93,7 +93,7 @@ def test_killed_script_goes_on_bit_for_bit_from_memory(bench: Bench) -> None:
 # Failed once in five runs beside two other tests (2026-12-01), not understood yet.
 @pytest.mark.soak
 def test_killed_rank_under_torchrun_brings_all_ranks_back_to_one_step(bench: Bench) -> None:
-    """Threads LlamaFactory 655, composer 2146: all ranks take the same step."""
+    """Thread 30 (LlamaFactory 655, composer 2146): all ranks take the same step."""
     first = bench.torchrun(2, "9", KILL_AT="6", KILL_RANK="1", ALWAYS="1")
     assert first.returncode != 0
     second = bench.torchrun(2, "9", ALWAYS="1")
@@ -103,7 +103,7 @@ def test_killed_rank_under_torchrun_brings_all_ranks_back_to_one_step(bench: Ben
 
 
 def test_server_that_is_killed_costs_no_step_and_no_exception(bench: Bench) -> None:
-    """Thread SkyRL 1960: kill the background process; the trainer says so and goes on."""
+    """Thread 33 (SkyRL 1960, 357): kill the background process; the trainer says so and goes on."""
     done = bench.python("6", KILL_SERVER_AT="2")
     assert done.returncode == 0, done.stderr
     assert set(losses(done.stdout)) == set(range(6))

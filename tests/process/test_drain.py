@@ -91,7 +91,7 @@ def plain_load(folder: Path, state: dict[str, torch.Tensor], world: int, tmp: Pa
 
 @pytest.mark.parametrize("make", [sharded, replicated])
 def test_drained_checkpoint_is_loaded_bitwise_by_torch_alone_in_one_and_three_processes(tmp_path, make):
-    """torchtitan 1136, accelerate 3971: uneven shards, 0-dim tensors, another world size."""
+    """Thread 27 (torchtitan 1136): uneven shards, another world size. Thread 28 (accelerate 3971): 0-dim tensors."""
     slots, state = make(tmp_path)
     stored = drain(tmp_path / "store", slots)
     for world in (1, 3):
@@ -152,7 +152,7 @@ def test_child_is_niced_answers_garbage_and_ends_with_its_input(child, tmp_path)
 
 
 def test_child_killed_while_it_writes_leaves_nothing_that_counts_and_the_next_one_finishes(child, tmp_path):
-    """SkyRL 1960, KempnerForge 102."""
+    """Thread 33 (SkyRL 1960) and Thread 2 (KempnerForge 102): killed between dispatch and commit."""
     older = a_stored(tmp_path, tmp_path / "store", 5)
     slots, _ = sharded(tmp_path)
     store = str(tmp_path / "store")
@@ -168,7 +168,7 @@ def test_child_killed_while_it_writes_leaves_nothing_that_counts_and_the_next_on
 
 
 def test_drain_killed_before_any_of_its_file_operations_never_leaves_a_half_checkpoint(tmp_path):
-    """pytorch-lightning 688: SIGKILL in every phase, from the first folder to the last rename."""
+    """Thread 20 (pytorch-lightning 688): SIGKILL in every phase, from the first folder to the last rename."""
     older = a_stored(tmp_path, tmp_path / "kept", 5)
     slots, _ = sharded(tmp_path, 2)
     survived = 0
@@ -218,7 +218,7 @@ def _drain_and_die(slots: Slots, store: str, point: int) -> bool:
 
 
 def test_slot_with_a_flipped_bit_never_leaves_memory(tmp_path):
-    """torchtitan 4011: nothing unverified is written."""
+    """Thread 38 (torchtitan 4011): nothing unverified is written."""
     slots, _ = sharded(tmp_path, 2)
     size = os.path.getsize(slots.paths[0])
     for at in (8192 + 100, 8192 + size // 3, size - 4096):
@@ -241,7 +241,7 @@ def test_slot_cut_short_gone_or_of_another_checkpoint_is_a_reply(tmp_path):
 
 
 def test_slot_given_away_while_it_is_read_makes_no_part(child, tmp_path):
-    """DLRover 1585, 1649: what is drained must not be overwritten; if it was, the part does not exist."""
+    """Thread 12 (dlrover 1585, 1649): what is drained must not be overwritten; if it was, the part does not exist."""
     slots, _ = sharded(tmp_path, 2)
     name = begin(str(tmp_path / "store"), slots.checkpoint)
     slow = msgspec.structs.replace(slots.request(tmp_path / "store", name, 0), bytes_per_second=50_000.0)

@@ -36,9 +36,9 @@ print("err of", os.environ["RANK"], file=sys.stderr)
 """
 OURS = {
     *("PERDURE_ATTEMPT", "PERDURE_GENERATION", "PERDURE_JOB", "PERDURE_MEMORY", "PERDURE_NODE"),
-    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    *("PYTORCH_NVML_BASED_CUDA_CHECK", "GLIBC_TUNABLES"),
 }
-"""What we add; the last one keeps torch.cuda.is_available() from making a CUDA context before the fork."""
+"""What we add: torch.cuda.is_available() makes no CUDA context before the fork, and large copies pass the caches by."""
 DIFFERENT = {
     *("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "MASTER_ADDR"),
     "TORCHELASTIC_MAX_RESTARTS",

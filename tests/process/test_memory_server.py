@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from perdure.vocab.checkpoint import Chosen, Level, Shards, SlotState
+from perdure.vocab.checkpoint import Chosen, Level, Member, Shards, SlotState
 from perdure.vocab.generation import Address
-from perdure.vocab.ids import GenerationNumber
+from perdure.vocab.ids import GenerationNumber, NodeId
 from perdure.wire import slotfile
-from perdure.wire.memory import Close, Flush, Flushed, Refused, Restore, RestorePlan, SavePage, Skipped
-from perdure.wire.slots import DATA_START
+from perdure.wire.memory import Close, Flush, Flushed, Policy, Protect, Refused, Restore, RestorePlan, SavePage, Skipped
+from perdure.wire.slots import CHUNK, DATA_START
 from tests.process.memory_rig import (
     Control,
     Server,
@@ -83,8 +83,8 @@ def test_a_skipped_step_is_told_and_its_abort_frees_the_slots(control: Control, 
         control.wait_for(lambda report: report.skipped == ())
 
 
-# dlrover/pull/856
 def test_a_trainer_killed_in_the_copy_leaves_the_slot_before_whole(control: Control, folder: Path) -> None:
+    """Thread 16 (dlrover 856): kill -9 the trainer, and the slots are still there."""
     with a_server(control, folder):
         trainer = Trainer(folder)
         trainer.write(checkpoint(1))
@@ -119,8 +119,8 @@ def test_a_server_killed_before_the_seal_is_followed_by_one_that_seals(control: 
         assert {held.checkpoint for held in report.held} == {checkpoint(1), checkpoint(2)}
 
 
-# sgl-project/sglang/issues/40723
 def test_twenty_crashes_leave_the_bytes_constant(control: Control, folder: Path) -> None:
+    """Thread 17 (sglang 40723): nothing leaks with a crash."""
     sizes = set()
     for crash in range(20):
         with a_server(control, folder) as server:
@@ -174,10 +174,10 @@ def test_a_restore_is_answered_when_control_has_chosen(control: Control, folder:
         control.wait_for(lambda report: not report.attached)
         again = Trainer(folder, generation=2)
         again.send(Restore(id=5))
-        control.wait_for(lambda report: any(each.restoring == 5 for each in report.attached))
-        control.order(generation=1, chosen=Chosen(checkpoint=checkpoint(9)))  # an answer to others
+        control.wait_for(lambda report: any(each.restoring == 1 for each in report.attached))
+        control.order(generation=1, question=1, chosen=Chosen(checkpoint=checkpoint(9)))  # an answer to others
         chosen = Chosen(checkpoint=checkpoint(1), world_size=1, holders={0: ("n0",)})
-        control.order(generation=2, chosen=chosen)
+        control.order(generation=2, question=1, chosen=chosen)
         plan, _ = again.receive()
         assert plan == RestorePlan(id=5, chosen=chosen, here={0: str(folder / "own-0-0.slot")})
         control.wait_for(lambda report: not any(each.restoring for each in report.attached))
@@ -188,7 +188,7 @@ def test_a_refused_restore_says_what_was_found(control: Control, folder: Path) -
         trainer = Trainer(folder)
         trainer.send(Restore(id=2, step=100))
         control.wait_for(lambda report: any(each.restore_step == 100 for each in report.attached))
-        control.order(refused="step 100 is nowhere")
+        control.order(question=1, refused="step 100 is nowhere")
         answer, _ = trainer.receive()
         assert answer == Refused(reason="step 100 is nowhere", corrupt=True, id=2)
 
@@ -206,7 +206,7 @@ def test_what_was_here_before_is_not_given_until_the_trainer_has_restored(contro
         control.wait_for(lambda report: report.generation == 2)
         assert not again.may_write()
         again.send(Restore(id=1))
-        control.order(generation=2, chosen=Chosen(checkpoint=checkpoint(2), world_size=1))
+        control.order(generation=2, question=1, chosen=Chosen(checkpoint=checkpoint(2), world_size=1))
         assert isinstance(again.receive()[0], RestorePlan)
         assert again.granted() == old
 
@@ -265,8 +265,8 @@ def test_a_layout_that_lies_is_refused(control: Control, folder: Path) -> None:
         assert not list(folder.glob("*.slot"))
 
 
-# dlrover/pull/1046, vllm/pull/48879
 def test_a_tmpfs_that_is_too_small_is_refused_with_the_arithmetic(control: Control, tmp_path: Path) -> None:
+    """Thread 15 (dlrover 1046, vllm 48879): at attach, and never SIGBUS later."""
     if os.getuid() != 0:
         pytest.skip("only root may mount a tmpfs")
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", tmp_path], check=True)
@@ -349,6 +349,68 @@ def test_replicas_reach_the_partner_and_make_the_slot_replicated(control: Contro
         control.wait_for(lambda report: [held.rank for held in report.held] == [0], node="n1")
 
 
+NODES = ("n0", "n1", "n2")
+
+
+def three_sealed(control: Control, folder: Path) -> tuple[Protect, dict[NodeId, Address]]:
+    """A slot of step 1 on each of three nodes that run; gives what control would order then."""
+    members = tuple(Member(node=NodeId(node), ranks=(rank,)) for rank, node in enumerate(NODES))
+    for rank, node in enumerate(NODES):
+        layout = a_layout(rank, 3, (2 + rank) * CHUNK + 5)
+        trainer = Trainer(folder / node, layout, local_world_size=1, policy=Policy(every=1, xor=2))
+        attached(trainer)
+        trainer.write(checkpoint(1), fill=10 + rank)
+    reports = [control.wait_for(lambda report: bool(report.held), node=node) for node in NODES]
+    addresses = {report.node: report.address for report in reports}
+    return Protect(checkpoint=checkpoint(1), groups=(members,)), addresses
+
+
+def test_parity_is_made_on_order_adopted_by_the_next_server_and_given_up_where_a_bit_is_wrong(
+    control: Control, folder: Path
+) -> None:
+    with a_server(control, folder / "n0") as first, a_server(control, folder / "n1", node="n1"):
+        with a_server(control, folder / "n2", node="n2"):
+            wanted, addresses = three_sealed(control, folder)
+            control.order(protect=(wanted,), addresses=addresses)
+            for node in NODES:
+                report = control.wait_for(lambda report: bool(report.parity), node=node)
+                assert [(p.checkpoint, p.members) for p in report.parity] == [(checkpoint(1), wanted.groups[0])]
+            path = folder / "n0" / "parity-0.xor"
+            assert path.stat().st_blocks * 512 < 4 * CHUNK, "a share of the slots, of which the largest has 5 chunks"
+            first.kill()
+            lives = control.reports["n0"].incarnation
+            before = path.read_bytes()
+            with a_server(control, folder / "n0") as second:
+                control.wait_for(lambda report: report.incarnation != lives and bool(report.parity))
+                second.kill()
+            assert path.read_bytes() == before, "it was adopted, not made again"
+            path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+            control.order(protect=())
+            with a_server(control, folder / "n0") as third:
+                control.wait_for(lambda report: report.incarnation not in (lives, second) and bool(report.held))
+                wait_until(lambda: not path.exists(), "what is damaged is given up")
+                assert third.stop()[1].count("parity-0.xor is given up: stripe") == 1
+
+
+def test_node_of_a_group_that_is_gone_is_a_trouble_and_parity_comes_when_it_is_back(
+    control: Control, folder: Path
+) -> None:
+    with a_server(control, folder / "n0"), a_server(control, folder / "n1", node="n1"):
+        with a_server(control, folder / "n2", node="n2") as lost:
+            wanted, addresses = three_sealed(control, folder)
+            lost.kill()
+        control.order(protect=(wanted,), addresses=addresses)
+        report = control.wait_for(lambda report: bool(report.trouble))
+        assert "no parity of step 1 of generation 1 is made on n0: cannot reach" in report.trouble[0]
+        assert report.parity == ()
+        with a_server(control, folder / "n2", node="n2"):
+            old = addresses[NodeId("n2")]
+            again = control.wait_for(lambda report: report.address != old and bool(report.held), node="n2")
+            control.order(addresses={**addresses, NodeId("n2"): again.address})
+            report = control.wait_for(lambda report: bool(report.parity))
+            control.wait_for(lambda report: not report.trouble)
+
+
 def test_a_committed_checkpoint_that_control_names_reaches_storage(
     control: Control, folder: Path, tmp_path: Path
 ) -> None:
@@ -373,6 +435,7 @@ def test_a_committed_checkpoint_that_control_names_reaches_storage(
 def test_a_store_that_refuses_is_told_as_trouble_and_costs_no_slot(
     control: Control, folder: Path, tmp_path: Path
 ) -> None:
+    """Thread 11 (Megatron-LM 1435): training goes on."""
     (tmp_path / "store").write_text("a file, no folder")
     with a_server(control, folder):
         trainer = Trainer(folder, store=str(tmp_path / "store"))

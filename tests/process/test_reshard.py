@@ -45,7 +45,7 @@ def run_world(folder: Path, world_size: int, source: Path | None, writers: int, 
 
 @pytest.mark.timeout(3 * LIMIT)
 def test_fsdp2_model_and_optimizer_after_4_to_2_to_4_go_on_bitwise_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """pytorch/torchtitan/issues/1136 (27) with fully_shard, uneven rows, AdamW's moments and steps."""
+    """Thread 27 (torchtitan 1136): with fully_shard, uneven rows, AdamW's moments and steps."""
     began = run_world(tmp_path / "a", 4, None, 0, tmp_path / "four")
     two = run_world(tmp_path / "b", 2, tmp_path / "four", 4, tmp_path / "two")
     four = run_world(tmp_path / "c", 4, tmp_path / "two", 2, None)

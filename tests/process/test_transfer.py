@@ -46,7 +46,7 @@ def anyio_backend() -> str:
 
 
 async def test_replica_is_sealed_and_equal_when_the_offer_returns(tmp_path: Path) -> None:
-    """NVIDIA/Megatron-LM issue 1763: sealed and replicated are two things; KempnerForge issue 104: no collective."""
+    """Thread 10 (Megatron-LM 1763): sealed is not replicated. Thread 3 (KempnerForge 104): no collective."""
     sealed: list[tuple[NodeId, Path, SlotHeader]] = []
     header = a_slot(tmp_path / "own.slot", step(7))
     async with serving(tmp_path / "bob", sealed=sealed) as address:
@@ -98,7 +98,7 @@ async def _fails(address: Address, path: Path, header: SlotHeader) -> None:
 
 
 async def test_replica_that_is_still_needed_is_not_overwritten(tmp_path: Path) -> None:
-    """dlrover pulls 1585 and 1649: what must not be lost is never written over; the sender is told, and goes on."""
+    """Thread 12 (dlrover 1585, 1649): what must not be lost is never written over; the sender is told, and goes on."""
     folder, committed = tmp_path / "bob", [0]
     slots = {n: (tmp_path / f"{n}.slot", a_slot(tmp_path / f"{n}.slot", step(n))) for n in (1, 2, 3)}
     async with serving(folder, spent=lambda one: one.step < committed[0]) as address:
@@ -146,7 +146,7 @@ async def test_ranks_of_several_nodes_are_taken_at_once(tmp_path: Path) -> None:
 
 
 async def test_same_rank_twice_at_once_is_refused_once(tmp_path: Path) -> None:
-    """NVIDIA-NeMo/Automodel pulls 3824 and 3261: two saves submitted at once."""
+    """Thread 32 (Automodel 3824, 3261): two saves submitted at once."""
     header = a_slot(tmp_path / "own.slot", step(1))
     async with serving(tmp_path / "bob") as address:
         with through(address, stop_at(CHUNK)) as proxy:
@@ -163,7 +163,7 @@ async def test_same_rank_twice_at_once_is_refused_once(tmp_path: Path) -> None:
 
 
 async def test_one_bit_in_any_region_of_the_source_and_no_replica_is_sealed(tmp_path: Path) -> None:
-    """torchtitan issue 4011: one bit in each place in turn, all refused."""
+    """Thread 38 (torchtitan 4011): one bit in each place in turn, all refused."""
     path = tmp_path / "own.slot"
     header = a_slot(path, step(1))
     places = {
@@ -197,7 +197,7 @@ async def test_chunk_that_is_damaged_under_way_is_sent_again(tmp_path: Path) -> 
 
 
 async def test_slot_that_changes_after_the_header_was_read_is_not_offered(tmp_path: Path) -> None:
-    """NVIDIA/Megatron-LM pull 2288: what is being sent must not be overwritten; if it is, it is found out."""
+    """Thread 8 (Megatron-LM 2288): what is being sent must not be overwritten; if it is, it is found out."""
     path = tmp_path / "own.slot"
     old = a_slot(path, step(1))
     path.unlink()

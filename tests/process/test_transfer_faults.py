@@ -53,7 +53,7 @@ def anyio_backend() -> str:
 
 
 async def test_stopped_peer_costs_an_acknowledgement_and_the_next_source_is_used(tmp_path: Path) -> None:
-    """google/orbax issue 392: deadlines on every wait. SIGSTOP: the kernel still accepts for it."""
+    """Thread 35 (orbax 392): deadlines on every wait. SIGSTOP: the kernel still accepts for it."""
     source = tmp_path / "own-0-1.slot"
     header = a_slot(source, step(1))
     a_slot(tmp_path / "bob" / "own-0-1.slot", step(1))
@@ -130,7 +130,7 @@ async def test_byte_now_and_then_is_as_good_as_a_stopped_peer(tmp_path: Path) ->
 
 
 async def test_killed_receiver_leaves_no_half_replica_that_looks_whole(tmp_path: Path) -> None:
-    """lightning issue 688: kill in the middle: what was whole is whole, and what is not says so."""
+    """Thread 20 (pytorch-lightning 688): kill in the middle: what was whole is whole, and what is not says so."""
     bob = tmp_path / "bob"
     slots = {n: (tmp_path / f"{n}.slot", a_slot(tmp_path / f"{n}.slot", step(n))) for n in (1, 2, 3)}
     with another_process(bob) as (process, address):
@@ -226,7 +226,7 @@ def small_tmpfs(folder: Path, megabytes: int) -> Iterator[Path]:
 
 
 async def test_no_room_for_a_replica_is_an_answer_and_leaves_nothing(tmp_path: Path) -> None:
-    """dlrover pull 1046, vllm pull 48879: a /dev/shm that is too small is a sentence, never SIGBUS."""
+    """Thread 15 (dlrover 1046, vllm 48879): a /dev/shm that is too small is a sentence, never SIGBUS."""
     small, large = (
         a_slot(tmp_path / "1.slot", step(1), data=CHUNK),
         a_slot(tmp_path / "2.slot", step(2), data=4 * CHUNK),

@@ -91,8 +91,8 @@ async def test_replica_is_given_like_an_own_slot(tmp_path: Path) -> None:
 
 
 async def test_bad_chunk_is_taken_from_the_next_source(tmp_path: Path) -> None:
-    """Megatron-LM issue 5281, torchtitan issue 4011: flipped bytes in a replica are refused, the next source is used.
-    KempnerForge pull 194: by the default call. Each source has another bad chunk; together they have all."""
+    """Thread 1 (Megatron-LM 5281): flipped bytes in a replica are refused, the next source is used.
+    Thread 4 (KempnerForge 194): by the default call. Each source has another bad chunk; together they have all."""
     first, second = tmp_path / "first.slot", tmp_path / "second.slot"
     header = a_slot(first, ONE, 3, data=4 * CHUNK)
     a_slot(second, ONE, 3, data=4 * CHUNK)

@@ -139,6 +139,7 @@ async def serving(
     spent: Callable[[CheckpointId], bool] | None = None,
     sealed: list[tuple[NodeId, Path, SlotHeader]] | None = None,
     patience: float = 10.0,
+    parity: dict[CheckpointId, str] | None = None,
 ) -> AsyncIterator[Address]:
     """A memory server's port, in this process."""
     await anyio.Path(folder).mkdir(exist_ok=True)
@@ -160,6 +161,7 @@ async def serving(
             node=NodeId(node),
             folder=folder,
             spent=spent,
+            parity=lambda checkpoint: None if parity is None else parity.get(checkpoint),
             on_sealed=on_sealed,
             patience=patience,
         )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import anyio
 import msgspec
 
-from perdure.agent.config import AgentConfig
+from perdure.agent.config import LEAVE_SIGNAL, AgentConfig
 from perdure.agent.memory.config import MemoryConfig
 from perdure.agent.warm import say
 from perdure.errors import HostError
@@ -76,7 +76,7 @@ class Activation:
         self._closing = True
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
         if self._pid:
-            self._children.signal(self._pid, signal.SIGTERM if grace else signal.SIGKILL)
+            self._children.signal(self._pid, LEAVE_SIGNAL if grace else signal.SIGKILL)
             with anyio.move_on_after(grace):
                 await self._gone.wait()
             if self._pid:
@@ -102,6 +102,7 @@ class Activation:
             token=self._token,
             tls_ca=config.tls_ca,
             address=config.address,
+            end_signal=LEAVE_SIGNAL,
             owners=(incarnation(os.getpid()), incarnation(os.getppid())),
         )
         file = os.memfd_create("perdure-memory-config")

@@ -1,11 +1,19 @@
 """What an agent is started with. The launcher writes it, the agent reads it from a file descriptor; nothing else."""
 
+import signal
+
 import msgspec
 
 from perdure.vocab.generation import Address
 from perdure.vocab.ids import JobId, NodeId
 from perdure.vocab.units import Seconds
 from perdure.wire.messages import Launch
+
+LEAVE_SIGNAL = signal.SIGRTMIN + 3
+"""From our launcher to an agent: this node leaves the job; from an agent to its memory server: end. Not SIGTERM:
+schedulers send that to every process of a job at once, and then the launcher alone says what becomes of it."""
+STAY_SIGNAL = signal.SIGRTMIN + 4
+"""From our launcher to an agent: the whole job is being stopped, so a SIGTERM that you were sent too means nothing."""
 
 
 class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from anyio.abc import TaskGroup
 from perdure.agent import decide
 from perdure.agent import state as facts
 from perdure.agent.activation import Activation, MemoryTag
-from perdure.agent.config import AgentConfig
+from perdure.agent.config import LEAVE_SIGNAL, STAY_SIGNAL, AgentConfig
 from perdure.agent.link import ControlLink, JoinRefusedError
 from perdure.agent.peers import Peers
 from perdure.agent.progress import Progress, Work, seen, wants_evidence, worked
@@ -36,6 +36,7 @@ from perdure.agent.state import (
 )
 from perdure.agent.warm import keep_warm, say
 from perdure.errors import AccessDeniedError, ConfigError, HostError, UntrustedError, WireError
+from perdure.host.memory import prefer_in_oom
 from perdure.host.proc import ProcessReading, incarnation, read_process, read_stat
 from perdure.host.processes import Children, Ended, set_subreaper
 from perdure.vocab.event import AnyEvent, NodeGathered, StartFailed, StoreLost
@@ -53,9 +54,10 @@ MEMORY_GRACE = 4.0
 """Seconds that the memory server has to finish its work when this node ends; scripts wait in `close()` for more."""
 LONGEST_END = 10
 """Seconds (SIGALRM) after which an agent that was told to go ends however it stands; its workers then end with it."""
+STAY_WITHIN = 2.0
+"""Seconds in which a launcher that was sent SIGTERM too has told its agents."""
 EXIT_USAGE = 2
-EXIT_UNAVAILABLE = 69
-"""EX_UNAVAILABLE of sysexits.h: control was never reached."""
+EXIT_UNAVAILABLE = 69  # EX_UNAVAILABLE of sysexits.h: control was never reached
 
 
 class Agent:
@@ -259,15 +261,30 @@ class Agent:
     async def _wait_for_signals(self) -> None:
         """SIGTERM to an agent: this node leaves the job. The kernel sends it too when the launcher has died.
 
-        (A launcher that lives does not signal its agents; it asks control.)
+        A scheduler sends it to all processes at once: then the launcher, which stops the job in order, says: stay.
         """
-        launcher = os.getppid()
-        with anyio.open_signal_receiver(signal.SIGTERM) as signals:
-            async for _ in signals:
-                signal.alarm(LONGEST_END)
-                reason = "its agent was sent SIGTERM" if os.getppid() == launcher else "its launcher has died"
-                self._leaving = True
-                self._set(facts.fence(self._state, reason))
+        launcher, staying = os.getppid(), anyio.Event()
+        with anyio.open_signal_receiver(signal.SIGTERM, LEAVE_SIGNAL, STAY_SIGNAL) as signals:  # type: ignore[arg-type]
+            async for number in signals:
+                if number == STAY_SIGNAL:
+                    staying.set()
+                elif os.getppid() != launcher:
+                    self._leave("its launcher has died")
+                elif number == LEAVE_SIGNAL:
+                    self._leave("its launcher was told to end")
+                else:
+                    self._group.start_soon(self._leave_unless, staying)
+
+    async def _leave_unless(self, staying: anyio.Event) -> None:
+        with anyio.move_on_after(STAY_WITHIN):
+            await staying.wait()
+            return
+        self._leave("its agent was sent SIGTERM")
+
+    def _leave(self, reason: str) -> None:
+        signal.alarm(LONGEST_END)
+        self._leaving = True
+        self._set(facts.fence(self._state, reason))
 
     # --- actions out -------------------------------------------------------------------------------------------------
 
@@ -332,6 +349,7 @@ class Agent:
 
     async def _start_worker(self, orders: Orders, local_rank: int) -> None:
         pid, tag = await self._ranks.start_rank(orders, local_rank)
+        prefer_in_oom(pid)  # rather than the memory server, which has what all ranks go back to
         worker = WorkerState(
             pid=pid,
             local_rank=local_rank,

@@ -20,6 +20,7 @@ from perdure.errors import ConfigError, CorruptCheckpointError, HostError
 from perdure.store.address import open_medium
 from perdure.store.checkpoints import Found, survey, verify
 from perdure.store.manifest import MANIFEST
+from perdure.store.marks import by_hand, mark, unmark
 from perdure.store.reading import copy_out
 from perdure.store.retention import drop
 from perdure.vocab.units import Bytes, Instant, show_bytes, show_duration
@@ -49,6 +50,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     complete: bool
     problem: str
     """Why it cannot be restored."""
+    aside: str
+    """Why it is not restored though it could be: it was found to be bad."""
     verified: str
     """How far it was looked at: `sizes`, or `hashes` with --verify."""
 
@@ -80,6 +83,7 @@ def _row(url: str, found: Found, hashes: bool, now: Instant) -> Row:
         age=None if found.changed is None else max(now - found.changed, 0.0),
         complete=not problem,
         problem=problem,
+        aside="" if found.aside is None else found.aside.reason,
         verified="hashes" if hashes and not found.problem else "sizes",
     )
 
@@ -93,12 +97,18 @@ def render_checkpoints(rows: Sequence[Row]) -> str:
         right = name in ("step", "generation", "ranks", "size", "age")
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
     for row in rows:
-        state = Text("complete", style="green") if row.complete else Text(row.problem, style="yellow")
+        state = _state_of(row)
         age = "–" if row.age is None else show_duration(row.age)
         numbers = (str(row.step), str(row.generation), str(row.world_size or "–"), show_bytes(row.nbytes))
         table.add_row(row.name, row.job or "–", *numbers, age, row.verified, state)
-    width = 100 + max(len(row.name) + len(row.job) + len(row.problem) for row in rows)
+    width = 100 + max(len(row.name) + len(row.job) + len(row.problem) + len(row.aside) for row in rows)
     return draw(table, width=width, colour=False)
+
+
+def _state_of(row: Row) -> Text:
+    if not row.complete:
+        return Text(row.problem, style="yellow")
+    return Text(f"set aside as bad: {row.aside}", style="yellow") if row.aside else Text("complete", style="green")
 
 
 @app.command("verify")
@@ -131,7 +141,7 @@ def export(
 ) -> None:
     """Copy one checkpoint out of a store, checking every byte, as one file for torch.load or as a DCP folder."""
     url, only = _split(store)
-    chosen = name or only or next((found.name for found in survey(url) if not found.problem), None)
+    chosen = name or only or next((found.name for found in survey(url) if found.is_good), None)
     if chosen is None:
         raise ConfigError(f"there is no complete checkpoint in {url}; see `perdure checkpoint ls {url}`")
     full = os.path.abspath(target)
@@ -168,6 +178,24 @@ def drop_one(
             raise typer.Exit(EXIT_BAD)
         drop(url, name, force=force)
         print(f"{name}: dropped")
+
+
+@app.command("mark")
+def mark_one(
+    store: Store,
+    name: Annotated[str, typer.Argument(help="As `perdure checkpoint ls` gives it.")],
+    bad: Annotated[str | None, typer.Option(help="Why it is not to be restored.")] = None,
+    good: Annotated[bool, typer.Option("--good", help="It may be restored again.")] = False,
+) -> None:
+    """Set a checkpoint aside as bad, or take that back. A job that runs keeps its own word: mark between two jobs."""
+    if (bad is None) != good or bad == "":
+        raise ConfigError("give either --bad with the reason, or --good")
+    url, _ = _split(store)
+    if bad is None:
+        unmark(url, name)
+    else:
+        mark(url, name, by_hand(url, name, bad))
+    print(f"{name}: {'may be restored' if bad is None else 'set aside as bad'}")
 
 
 def _is_agreed(question: str) -> bool:

@@ -142,6 +142,10 @@ FLAGS: tuple[Flag, ...] = (
     _added("--restart-window", "DURATION", "1h; the whole job with --max-restarts", "Time in which restarts count."),
     _added("--hold", "DURATION", "30m", "How long to wait for a node when there are too few."),
     _added(
+        "--flush-timeout", "DURATION", "1m",
+        "How long a job that ends waits for its newest checkpoint in memory to reach storage.",
+    ),
+    _added(
         "--failure-domain", "LABEL", "the node by itself",
         "Rack, switch or power feed of this machine: copies of checkpoints go to another one.",
     ),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import anyio
 import msgspec
 
-from perdure.agent.config import AgentConfig
+from perdure.agent.config import LEAVE_SIGNAL, STAY_SIGNAL, AgentConfig
 from perdure.agent.loop import EXIT_UNAVAILABLE
 from perdure.agent.memory.files import default_folder, remove_folder
 from perdure.agent.state import EXIT_FENCED
@@ -83,6 +83,8 @@ class Launcher:
                 async with anyio.create_task_group() as group:
                     for task in (self._machine.watch, self._take_signals, self._terminal.run):
                         group.start_soon(task)
+                    if "SIGUSR1" not in self._request.signals:
+                        group.start_soon(self._take_notices)
                     await self._start()
                     if self._channel is not None:
                         group.start_soon(self._follow)
@@ -173,6 +175,7 @@ class Launcher:
             control=self._control,
             address=self._address,
             domain=request.domain or node.name,
+            tls_ca=None if request.tls is None else request.tls.ca,
             memory=self._memory_of(node),
             slots=job.workers_per_node,
             order=node.order,
@@ -285,7 +288,7 @@ class Launcher:
         if self._bind is None:  # control is elsewhere: this machine leaves the job
             self._machine.stop_restarting()
             for node in self._request.nodes:
-                self._machine.signal(node.name, signal.SIGTERM if self._stops == 1 else signal.SIGKILL)
+                self._machine.signal(node.name, LEAVE_SIGNAL if self._stops == 1 else signal.SIGKILL)
             return
         stop = Stop(by=f"{number.name} to the launcher", signal=int(number), grace=grace)
         self._terminal.say(
@@ -293,12 +296,30 @@ class Launcher:
             if grace
             else f"{number.name} again: everything is ended now"
         )
-        try:
-            assert self._channel is not None
-            await self._channel.call("POST", "/v1/stop", stop, Reply)
-        except (WireError, AssertionError):
+        for node in self._request.nodes:  # a scheduler may have sent them the signal too
+            self._machine.signal(node.name, STAY_SIGNAL)
+        if not await self._ask_control("/v1/stop", stop):
             self._codes[CONTROL] = 128 + int(number)
             self._done.set()
+
+    async def _ask_control(self, path: str, what: Stop | None) -> bool:
+        """Whether control has heard it. One that was sent the signal too is being started again: it is waited for."""
+        with anyio.move_on_after(CONTROL_START):
+            while self._channel is not None:
+                try:
+                    await self._channel.call("POST", path, what, Reply)
+                except WireError:
+                    await anyio.sleep(0.1)
+                else:
+                    return True
+        return False
+
+    async def _take_notices(self) -> None:
+        """SIGUSR1: something is about to happen. All save soon, and that goes to storage; the job goes on."""
+        with anyio.open_signal_receiver(signal.SIGUSR1) as signals:
+            async for _ in signals:
+                self._terminal.say("SIGUSR1: all ranks save at their next common step, and that goes to storage")
+                await self._ask_control("/v1/save", None)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

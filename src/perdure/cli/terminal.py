@@ -18,10 +18,11 @@ from rich.text import Text
 from perdure.cli.goodput import draw, goodput_tables
 from perdure.cli.home import JobDir
 from perdure.cli.story import FaultStory
+from perdure.cli.words import describe
 from perdure.goodput.ledger import account
 from perdure.ports import LogRecord
 from perdure.vocab.decision import Decision, GiveUp
-from perdure.vocab.event import GenerationRunning, JobEnded, NodeReady, NodeRefused
+from perdure.vocab.event import EndDecided, GenerationRunning, JobEnded, NodeReady, NodeRefused
 from perdure.vocab.generation import Address
 from perdure.vocab.job import JobSpec
 from perdure.vocab.units import Instant, show_duration
@@ -134,6 +135,8 @@ class Terminal:
                 self.say(f"{record.node}: {record.note}")
             case Decision():
                 self._show_failure(record)
+            case EndDecided():
+                self.say(f"{record.reason}; {describe(record)} (an interrupt ends it at once)")
             case _:
                 pass
         for block in self._story.tell(record):

@@ -93,6 +93,7 @@ def _recovery_rows(rules: RecoveryRules) -> list[tuple[str, str, str]]:
         ("restart window", window, f"in which workers may cause {rules.max_restarts} restarts"),
         ("hold", show_duration(rules.hold), "wait for a node when there are too few"),
         ("shutdown", show_duration(rules.shutdown_timeout), "to save and end after a signal"),
+        ("flush", show_duration(rules.flush), "for the last checkpoint to reach storage when the job ends by itself"),
     ]
 
 

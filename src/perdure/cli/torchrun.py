@@ -140,11 +140,12 @@ def _rules(values: Values, conf: RdzvConf, environ: Mapping[str, str], here: int
     if window is None:
         # --max-restarts means what it means in torchrun: a total.
         window = usual.restart_window if restarts is None else WHOLE_JOB
-    hold = values.duration("hold")
+    hold, flush = values.duration("hold"), values.duration("flush_timeout")
     return RecoveryRules(
         max_restarts=usual.max_restarts if restarts is None else restarts,
         restart_window=window,
         hold=usual.hold if hold is None else hold,
+        flush=usual.flush if flush is None else flush,
         lease=conf.lease or usual.lease * max(1.0, here / (NODES_PER_CORE * count_cores())),
         join_timeout=conf.join or usual.join_timeout,
         last_call=conf.last_call or usual.last_call,

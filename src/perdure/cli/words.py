@@ -104,6 +104,7 @@ def describe(event: e.AnyEvent) -> str:
             | e.TimePassed()
             | e.GenerationBegan()
             | e.GenerationRunning()
+            | e.EndDecided()
             | e.JobEnded()
         ):
             return _of_job(event)
@@ -112,6 +113,8 @@ def describe(event: e.AnyEvent) -> str:
             | e.CheckpointSkipped()
             | e.CheckpointStored()
             | e.CheckpointChosen()
+            | e.CheckpointRestored()
+            | e.CheckpointSetAside()
             | e.CheckpointTrouble()
         ):
             return _of_checkpoint(event)
@@ -120,7 +123,13 @@ def describe(event: e.AnyEvent) -> str:
 
 
 _OfCheckpoint = (
-    e.CheckpointCommitted | e.CheckpointSkipped | e.CheckpointStored | e.CheckpointChosen | e.CheckpointTrouble
+    e.CheckpointCommitted
+    | e.CheckpointSkipped
+    | e.CheckpointStored
+    | e.CheckpointChosen
+    | e.CheckpointRestored
+    | e.CheckpointSetAside
+    | e.CheckpointTrouble
 )
 _OfWorkers = (
     e.WorkerExited
@@ -153,6 +162,7 @@ _OfJob = (
     | e.TimePassed
     | e.GenerationBegan
     | e.GenerationRunning
+    | e.EndDecided
     | e.JobEnded
 )
 
@@ -223,6 +233,9 @@ def _of_job(event: _OfJob) -> str:
             return f"generation {event.assignment.number} began: {ranks(event.assignment)}"
         case e.GenerationRunning():
             return f"generation {event.generation} is running"
+        case e.EndDecided():
+            until = show_duration(max(0.0, event.until - event.at))
+            return f"the newest checkpoint goes to storage before the end, for {until} at most"
         case e.JobEnded():
             return f"ended with exit code {event.exit_code}: {event.reason}"
         case _:
@@ -240,13 +253,22 @@ def _of_checkpoint(event: _OfCheckpoint) -> str:
     match event:
         case e.CheckpointCommitted():
             size = show_bytes(event.nbytes)
-            return f"the checkpoint of {event.checkpoint} is committed: {size}, {_SURVIVES[event.level]}"
+            took = "" if event.seconds is None else f" after {show_duration(event.seconds)}"
+            kept = "" if event.stall is None else f"; the copy kept the training for {show_duration(event.stall)}"
+            return f"the checkpoint of {event.checkpoint} is committed{took}: {size}, {_SURVIVES[event.level]}{kept}"
         case e.CheckpointSkipped():
             return f"the checkpoint of {event.checkpoint} was skipped: no free slot on {nodes(event.nodes)}"
         case e.CheckpointStored():
-            return f"the checkpoint of {event.checkpoint} is in storage: {event.path}, {show_bytes(event.nbytes)}"
+            took = "" if event.seconds is None else f" after {show_duration(event.seconds)}"
+            return f"the checkpoint of {event.checkpoint} is in storage{took}: {event.path}, {show_bytes(event.nbytes)}"
         case e.CheckpointChosen():
             return _chosen(event)
+        case e.CheckpointRestored():
+            took = f"{event.checkpoint} is restored on all ranks after {show_duration(event.seconds)}"
+            sizes = {source: show_bytes(sum(by_rank.values())) for source, by_rank in event.sources.items()}
+            return f"{took}: {', '.join(f'{size} from {source}' for source, size in sizes.items()) or 'nothing'}"
+        case e.CheckpointSetAside():
+            return f"the checkpoint of {event.checkpoint} is set aside as bad: {event.reason}"
         case e.CheckpointTrouble():
             return f"checkpoints on {event.node}: {event.what}"
         case _:
@@ -257,6 +279,8 @@ def _chosen(event: e.CheckpointChosen) -> str:
     if event.checkpoint is None:
         return f"generation {event.generation} begins at step 0: there is no checkpoint yet"
     where = f"{event.from_memory} rank(s) from memory" if event.from_memory else "from storage"
+    if event.rebuilt:
+        where += f", {len(event.rebuilt)} made again from parity"
     lost = f"; random numbers and data position of {len(event.missing)} rank(s) are made anew" if event.missing else ""
     return f"generation {event.generation} restores the checkpoint of {event.checkpoint}, {where}{lost}"
 

@@ -7,6 +7,7 @@ replayed its log goes on where the one before it stopped. It knows no sockets, n
 from collections.abc import Iterator, Sequence
 
 from perdure.control.draining import acks_until, drain
+from perdure.control.ending import end, wait, wait_until
 from perdure.control.fold import SAVE_ROUND, fold
 from perdure.control.state import FaultEvent, GenerationState, NodeState, State
 from perdure.playbook.diagnose import diagnose, is_lost_peer
@@ -19,7 +20,6 @@ from perdure.vocab.event import (
     AnyEvent,
     GenerationBegan,
     GenerationRunning,
-    JobEnded,
     TimePassed,
     WorkerExited,
     WorkerStalled,
@@ -75,7 +75,9 @@ def next_deadline(state: State, now: Instant = 0.0) -> Instant | None:
 def _deadlines(state: State, spec: JobSpec) -> Iterator[Instant]:
     """Every moment at which `_decide` may decide something else than before."""
     generation = state.generation
-    if state.draining is not None:
+    if state.ending is not None:
+        yield wait_until(state, state.ending)
+    elif state.draining is not None:
         request = state.draining.request
         yield request.at + request.grace
         yield acks_until(request)
@@ -109,6 +111,8 @@ def _is_repeated(state: State, event: AnyEvent) -> bool:
 def _decide(state: State, now: Instant, catalogue: Catalogue) -> tuple[LogRecord, ...]:
     if state.ended is not None or state.spec is None:
         return ()
+    if state.ending is not None:
+        return wait(state, now)
     if state.draining is not None:
         return drain(state, now)
     outside = _quarantine_outsider(state, now, catalogue)
@@ -208,7 +212,7 @@ def _finish(state: State, generation: GenerationState, now: Instant) -> tuple[Lo
     finish = Finish(id=ActionId(f"1-{generation.number}-done"))
     because = f"all {world} ranks have ended with exit code 0"
     decision = Decision(at=now, answers=answers, because=because, actions=(finish,))
-    return decision, JobEnded(id=EventId("control//end"), at=now, exit_code=0, reason=because)
+    return decision, *end(state, now, 0, because)
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
@@ -223,8 +227,7 @@ def _answer(state: State, spec: JobSpec, now: Instant, catalogue: Catalogue) -> 
     decision = answer(state.view(), diagnosis, now, spec.rules)
     for action in decision.actions:
         if isinstance(action, GiveUp):
-            ended = JobEnded(id=EventId("control//end"), at=now, exit_code=action.exit_code, reason=action.reason)
-            return decision, ended
+            return decision, *end(state, now, action.exit_code, action.reason)
     return _with_generation(decision, decision.actions[0])
 
 
@@ -333,4 +336,4 @@ def _end_by_deadline(state: State, now: Instant, deadline: str, reason: str) -> 
     passed = TimePassed(id=EventId(f"control//{deadline}-{state.version}"), at=now, deadline=deadline)
     give_up = GiveUp(id=ActionId(f"1-{state.number}-{deadline}"), exit_code=1, reason=reason)
     decision = Decision(at=now, answers=passed.id, because=reason, actions=(give_up,))
-    return passed, decision, JobEnded(id=EventId("control//end"), at=now, exit_code=1, reason=reason)
+    return passed, decision, *end(state, now, 1, reason)

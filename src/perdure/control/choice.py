@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from perdure.control.inventory import Standing
-from perdure.vocab.checkpoint import CheckpointId, Chosen
+from perdure.vocab.checkpoint import Aside, CheckpointId, Chosen
 from perdure.vocab.ids import NodeId
 from perdure.wire.memory import Attachment
 
@@ -37,7 +37,7 @@ def wish_of(attached: Iterable[Attachment]) -> Wish | str:
     steps = sorted({-1 if each.restore_step is None else each.restore_step for each in asked})
     fresh = {each.fresh for each in asked}
     if len(fresh) > 1:
-        ranks = _ranks([each.rank for each in asked if each.fresh])
+        ranks = ranks_in_words([each.rank for each in asked if each.fresh])
         return f"only {ranks} asked for a fresh start; all ranks must, or none: give the same `fresh` everywhere"
     if len(steps) > 1:
         names = " and ".join("the newest step" if step < 0 else f"step {step}" for step in steps)
@@ -52,12 +52,15 @@ def choose(
     looked: Sequence[NodeId],
     unlooked: Mapping[NodeId, str],
     bad: frozenset[CheckpointId] = frozenset(),
+    asides: Sequence[Aside] = (),
+    discards: int = 0,
     left: frozenset[CheckpointId] = frozenset(),
     existed: CheckpointId | None = None,
 ) -> Choice:
     """The newest complete one of `found` (or the wished step's), which is no `bad` one.
 
-    `bad`: set aside; only a wish for that very step overrides it. `left`: those that the job has turned away from;
+    `bad`: set aside, by `asides`; only a wish for that very step overrides it. No more than `discards` in a row are
+    stepped over. `left`: those that the job has turned away from;
     taken when there is nothing else. `looked`: nodes whose memory was looked into. `unlooked`: why the storage was
     not, by node that should have. `existed`: the newest that is known to have been, also where nothing is left of it.
     """
@@ -71,10 +74,15 @@ def choose(
         wanted = sorted(allowed, key=lambda each: (each.checkpoint in left, _is_torn(each, existed)))
     for standing in wanted:
         if standing.is_complete:
+            newer = sum(each.checkpoint > standing.checkpoint for each in asides)
+            if wish.step is None and newer > discards:
+                why = _fault_elsewhere(standing.checkpoint, newer, discards)
+                return Choice(refused="\n".join([f"{why} Found:", *_listed(newest_first, bad, asides)]))
             return Choice(chosen=chosen_of(standing))
     if wish.step is None and not newest_first and existed is None and not unlooked:
         return Choice(chosen=Chosen(checkpoint=None))
-    return Choice(refused=_refusal(wish, newest_first, looked, unlooked, bad, existed))
+    lines = _listed(newest_first, bad, asides)
+    return Choice(refused=_refusal(wish, newest_first, lines, looked, unlooked, existed))
 
 
 def _is_torn(standing: Standing, committed: CheckpointId | None) -> bool:
@@ -91,6 +99,7 @@ def chosen_of(standing: Standing) -> Chosen:
         world_size=standing.world_size,
         holders=standing.holders,
         stored=standing.stored,
+        groups=standing.groups,
         missing=standing.lost if standing.stored is None else (),
     )
 
@@ -101,9 +110,9 @@ def chosen_of(standing: Standing) -> Chosen:
 def _refusal(
     wish: Wish,
     found: Sequence[Standing],
+    lines: list[str],
     looked: Sequence[NodeId],
     unlooked: Mapping[NodeId, str],
-    bad: frozenset[CheckpointId],
     existed: CheckpointId | None,
 ) -> str:
     what = (
@@ -111,9 +120,6 @@ def _refusal(
     )
     where = f"in the memory of {_some(looked)}" if looked else "in no node's memory"
     storage = [f"the storage was not listed by {node}: {why}" for node, why in sorted(unlooked.items())]
-    lines = [f"  {standing.checkpoint}: {_lack(standing, bad)}" for standing in found[:SHOWN]]
-    if len(found) > SHOWN:
-        lines.append(f"  and {len(found) - SHOWN} older ones")
     if existed is not None and all(standing.checkpoint != existed for standing in found):
         lines.insert(0, f"  {existed}: it was committed, and no copy of any part of it is left")
     head = f"{what} (looked {where} and in storage{''.join('; ' + line for line in storage)})."
@@ -121,21 +127,36 @@ def _refusal(
     return "\n".join([f"{head} Found:" if lines else f"{head} Nothing was found.", *lines, tail])
 
 
-def _lack(standing: Standing, bad: frozenset[CheckpointId]) -> str:
+def _fault_elsewhere(next_one: CheckpointId, newer: int, discards: int) -> str:
+    return (
+        f"{newer} checkpoints in a row were set aside as bad after they had been restored, and the policy allows"
+        f" {discards}: the fault may lie in the data, the code or a machine. {next_one} would be next; restore(step=…)"
+        " takes it, or any other one, all the same."
+    )
+
+
+def _listed(found: Sequence[Standing], bad: frozenset[CheckpointId], asides: Sequence[Aside]) -> list[str]:
+    lines = [f"  {standing.checkpoint}: {_lack(standing, bad, asides)}" for standing in found[:SHOWN]]
+    return [*lines, f"  and {len(found) - SHOWN} older ones"] if len(found) > SHOWN else lines
+
+
+def _lack(standing: Standing, bad: frozenset[CheckpointId], asides: Sequence[Aside]) -> str:
     """What is wrong with it, in words."""
     if standing.checkpoint in bad:
-        return "set aside as bad"
+        why = next((each.reason for each in asides if each.covers(standing.checkpoint)), "")
+        return f"set aside as bad ({why})" if why else "set aside as bad"
     if standing.is_complete:
         return "complete"
     said = list(standing.flaws)
     if standing.world_size:
-        said.append(f"no copy of {_ranks(standing.lost)} of {standing.world_size}")
+        said.append(f"no copy of {ranks_in_words(standing.lost)} of {standing.world_size}")
         if standing.holders:
             said.append("the others are on " + _some(sorted({n for nodes in standing.holders.values() for n in nodes})))
     return "; ".join([*said, "not in storage"])
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """As in `rank 3`, or `ranks 1, 2 and 9 more`."""
     return ("rank " if len(ranks) == 1 else "ranks ") + _some([str(rank) for rank in ranks])
 
 

@@ -5,25 +5,31 @@ The reports themselves are not logged (decision 0012); this is for those who rea
 
 from collections.abc import Iterator
 
-from perdure.control.memories import SavesState, copies_needed, present, stored
+from perdure.control.memories import SavesState, attachments, copies_needed, present, stored
 from perdure.vocab.checkpoint import CheckpointId, Level
 from perdure.vocab.event import (
     AnyEvent,
     CheckpointChosen,
     CheckpointCommitted,
+    CheckpointRestored,
+    CheckpointSetAside,
     CheckpointSkipped,
     CheckpointStored,
     CheckpointTrouble,
 )
 from perdure.vocab.ids import EventId
 from perdure.vocab.units import Instant
+from perdure.wire.memory import HasRestored
 
 
 def told(before: SavesState, state: SavesState, now: Instant) -> tuple[AnyEvent, ...]:
-    """What has happened between the two, each thing once."""
+    """What has happened between the two, each thing once. A control that begins anew finds out again what was set
+    aside: the event has the same id then."""
     return (
         *_trouble(before, state, now),
+        *_set_aside(before, state, now),
         *_chosen(before, state, now),
+        *_restored(before, state, now),
         *_skipped(before, state, now),
         *_committed(before, state, now),
         *_stored(before, state, now),
@@ -31,19 +37,27 @@ def told(before: SavesState, state: SavesState, now: Instant) -> tuple[AnyEvent,
 
 
 def _name(what: str, checkpoint: CheckpointId) -> EventId:
-    return EventId(f"control//{what}-{checkpoint.attempt}-{checkpoint.generation}-{checkpoint.step}")
+    return EventId(f"control//{what}-{'-'.join(map(str, checkpoint.line))}-{checkpoint.step}")
 
 
 def _committed(before: SavesState, state: SavesState, now: Instant) -> Iterator[AnyEvent]:
     newest = state.committed
     if newest is None or (before.committed is not None and newest <= before.committed):
         return
-    if (newest.attempt, newest.generation) != state.line:
+    if newest.line != state.line:
         return  # a control that has begun anew finds an earlier generation's: that is no news
     parts = {held.rank: held.nbytes for helds in state.copies.get(newest, {}).values() for held in helds}
     level = Level.REPLICATED if copies_needed(state) > 1 else Level.SEALED
+    reports = present(state).values()
     yield CheckpointCommitted(
-        id=_name("committed", newest), at=now, checkpoint=newest, level=level, nbytes=sum(parts.values())
+        id=_name("committed", newest),
+        at=now,
+        checkpoint=newest,
+        level=level,
+        nbytes=sum(parts.values()),
+        store=next((report.store for report in reports if report.store), ""),
+        stall=max((each.stall_seconds for each in reports if each.stall_seconds is not None), default=None),
+        seconds=None if newest not in before.seen_at else now - before.seen_at[newest],
     )
 
 
@@ -62,7 +76,12 @@ def _stored(before: SavesState, state: SavesState, now: Instant) -> Iterator[Any
     found = stored(state).get(newest)
     if found is not None:
         yield CheckpointStored(
-            id=_name("stored", newest), at=now, checkpoint=newest, path=found.path, nbytes=found.nbytes
+            id=_name("stored", newest),
+            at=now,
+            checkpoint=newest,
+            path=found.path,
+            nbytes=found.nbytes,
+            seconds=now - before.drain.since,
         )
 
 
@@ -76,8 +95,42 @@ def _chosen(before: SavesState, state: SavesState, now: Instant) -> Iterator[Any
         generation=state.generation,
         checkpoint=answer.checkpoint,
         from_memory=len(answer.holders),
+        rebuilt=answer.rebuilt,
         missing=answer.missing,
     )
+
+
+def _restored(before: SavesState, state: SavesState, now: Instant) -> Iterator[AnyEvent]:
+    known, ranks = _all_have(before), _all_have(state)
+    if not ranks or (known and known[0].checkpoint == ranks[0].checkpoint and before.line == state.line):
+        return
+    sources: dict[str, dict[int, int]] = {}
+    for rank, restored in ranks.items():
+        for source, nbytes in restored.sources.items():
+            sources.setdefault(source, {})[rank] = nbytes
+    yield CheckpointRestored(
+        id=EventId(f"control//restored-{state.attempt}-{state.generation}-{state.version}"),
+        at=now,
+        generation=state.generation,
+        checkpoint=ranks[0].checkpoint,
+        seconds=max(restored.seconds for restored in ranks.values()),
+        sources=sources,
+    )
+
+
+def _all_have(state: SavesState) -> dict[int, HasRestored]:
+    """What each rank of the generation has restored, where all have, and the same."""
+    found = {rank: each.restored for rank, each in sorted(attachments(state).items()) if each.restored is not None}
+    is_whole = state.world_size > 0 and len(found) == state.world_size
+    return found if is_whole and len({each.checkpoint for each in found.values()}) == 1 else {}
+
+
+def _set_aside(before: SavesState, state: SavesState, now: Instant) -> Iterator[AnyEvent]:
+    known = {each.act for each in before.asides}
+    for aside in state.asides:
+        if aside.act not in known:
+            name = EventId(f"{_name('aside', aside.checkpoint)}-{'-'.join(map(str, aside.line))}")
+            yield CheckpointSetAside(id=name, at=now, checkpoint=aside.checkpoint, reason=aside.reason)
 
 
 def _trouble(before: SavesState, state: SavesState, now: Instant) -> Iterator[AnyEvent]:

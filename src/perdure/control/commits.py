@@ -14,10 +14,12 @@ from perdure.control.memories import (
     copies_needed,
     is_gathered,
     is_whole,
+    policy,
     present,
     standing,
     stored,
 )
+from perdure.control.parity import is_protected
 from perdure.vocab.checkpoint import CheckpointId
 from perdure.vocab.units import Instant, Seconds
 
@@ -33,19 +35,32 @@ MOST_ABORTED = 512
 
 def commit(state: SavesState, now: Instant) -> SavesState:
     """Commit the newest complete one, follow the choice, and abort what will never be complete."""
-    state = _follow_choice(_adopt_told(state), now)
+    state = _follow_choice(_leave_bad(_adopt_told(state)), now)
     if is_gathered(state, now):
         state = _commit_newest(state)
     state = _note_seen(state, now)
     state = _abort_skipped(state)
+    state = _aborting(state, set(state.bad & state.copies.keys()))
+    state = _abort_unsaved(state)
     state = _abort_of_earlier_lines(state)
     state = _abort_late(state, now)
     return _forget(state)
 
 
+def know_bad(state: SavesState) -> SavesState:
+    """Which of all that there are were set aside."""
+    known = {*state.copies, *stored(state), state.committed, state.told.committed} - {None}
+    bad = frozenset(each for each in known if each is not None and any(a.covers(each) for a in state.asides))
+    return state if bad == state.bad else msgspec.structs.replace(state, bad=bad)
+
+
 def is_safe(state: SavesState, found: Standing) -> bool:
     """Whether it is complete at the level that the policy asks for."""
-    return found.stored is not None or found.is_held(copies_needed(state))
+    if found.stored is not None:
+        return True
+    if policy(state).xor:
+        return found.is_held(1) and is_protected(state, found)
+    return found.is_held(copies_needed(state))
 
 
 def patience(state: SavesState) -> Seconds:
@@ -73,6 +88,15 @@ def _adopt_told(state: SavesState) -> SavesState:
     return msgspec.structs.replace(state, committed=newest)
 
 
+def _leave_bad(state: SavesState) -> SavesState:
+    """What was committed and is bad protects nothing any more; the newest good one before it does, if there is one."""
+    if state.committed is None or state.committed not in state.bad:
+        return state
+    before = {each for each in {*state.copies, *stored(state)} - state.bad - state.aborted if each < state.committed}
+    newest = max((each for each in before if is_whole(state, each)), default=None)
+    return msgspec.structs.replace(state, committed=newest)
+
+
 def _follow_choice(state: SavesState, now: Instant) -> SavesState:
     """What all ranks restore is what is kept, until the line has a commit of its own.
 
@@ -81,7 +105,9 @@ def _follow_choice(state: SavesState, now: Instant) -> SavesState:
     """
     answer = None if state.choice is None else state.choice.chosen
     chosen, before = (None if answer is None else answer.checkpoint), state.committed
-    if chosen is None or chosen == before or (before is not None and line_of(before) >= state.line):
+    if chosen is None or chosen == before or chosen in state.bad:
+        return state
+    if before is not None and line_of(before) >= state.line:
         return state
     if before is not None and before < chosen and is_whole(state, before):
         since = state.seen_at.get(chosen, now)
@@ -143,6 +169,15 @@ def _abort_skipped(state: SavesState) -> SavesState:
     return _aborting(state, {each for each in skipped if state.committed is None or each > state.committed})
 
 
+def _abort_unsaved(state: SavesState) -> SavesState:
+    """A rank that waits for its last checkpoint to be stored saves no more: what it has no part of is never whole."""
+    attached = attachments(state)
+    done = {rank for rank, each in attached.items() if each.flushing}
+    if not done:
+        return state
+    return _aborting(state, {each for each in _open_ones(state) if done & set(standing(state, each).lost)})
+
+
 def _abort_of_earlier_lines(state: SavesState) -> SavesState:
     """Once the ranks have been told what they restore, or go on without asking, the rest of the past is past."""
     if not _past_is_settled(state):
@@ -192,7 +227,7 @@ def _is_missed(state: SavesState, checkpoint: CheckpointId) -> bool:
     """Whether every rank without a copy has gone on, or has gone: none is still on its way to this step."""
     attached = attachments(state)
     lacking = [attached[rank] for rank in standing(state, checkpoint).lost if rank in attached]
-    return all(each.step > checkpoint.step for each in lacking)
+    return all(each.step > checkpoint.step or each.flushing for each in lacking)
 
 
 def _aborting(state: SavesState, checkpoints: set[CheckpointId]) -> SavesState:
@@ -207,5 +242,6 @@ def _forget(state: SavesState) -> SavesState:
     """What is older than the committed one needs no abort; the list stays short."""
     kept = {each for each in state.aborted if state.committed is None or each > state.committed or each in state.copies}
     if len(kept) > MOST_ABORTED:
-        kept = set(sorted(kept, reverse=True)[:MOST_ABORTED])
+        newest = sorted(kept, reverse=True)[:MOST_ABORTED]
+        kept = {*newest, *(kept & state.copies.keys())}  # what some slot still has would be needed for ever otherwise
     return state if kept == state.aborted else msgspec.structs.replace(state, aborted=frozenset(kept))

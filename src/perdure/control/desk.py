@@ -17,6 +17,7 @@ import anyio
 import msgspec
 
 from perdure.control.memory_door import MemoryDoor
+from perdure.control.storing import is_urgent
 from perdure.errors import ConfigError, HostError, PerdureError
 from perdure.host.clock import SteadyClock
 from perdure.vocab.generation import Address
@@ -28,6 +29,10 @@ from perdure.wire.tokens import parse_token
 LOSE_AFTER: Seconds = 20.0
 """Beyond the time at which a memory server's next report was due."""
 LOOK_EVERY: Seconds = 0.5
+END_WITHIN: Seconds = 25.0
+"""After SIGTERM: a memory server's own grace is shorter."""
+HEARD_WITHIN: Seconds = 1.0
+"""A server that was sent the signal too has said within it whether it still has something to store."""
 PUBLISH_WITHIN: Seconds = 5.0
 """A desk that holds the lock has written its file within this time."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -79,7 +84,7 @@ class Desk:
         listener = await listen(config.host, config.port, tls)
         address = Address(config.advertise or config.host or "127.0.0.1", listener.address.port)
         async with anyio.create_task_group() as group:
-            group.start_soon(_end_on_signal, group.cancel_scope)
+            group.start_soon(self._end_on_signal, group.cancel_scope)
             group.start_soon(lambda: serve(self._handle, listener, token=config.token))
             group.start_soon(self._door.run)
             self._say(DeskFile(job=config.job, address=address, token=config.token, pid=os.getpid()))
@@ -93,12 +98,17 @@ class Desk:
         finally:
             self._heard_at = time.monotonic()
 
-
-async def _end_on_signal(scope: anyio.CancelScope) -> None:
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        async for _ in signals:
-            scope.cancel()
-            return
+    async def _end_on_signal(self, scope: anyio.CancelScope) -> None:
+        """SIGTERM may have been sent to the memory servers too: while they have something to store, we are needed."""
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for _ in signals:
+                with anyio.move_on_after(END_WITHIN):
+                    if self._door.is_busy:
+                        await anyio.sleep(HEARD_WITHIN)
+                    while self._door.is_busy and is_urgent(self._door.state):  # noqa: ASYNC110 - for time
+                        await anyio.sleep(LOOK_EVERY)
+                scope.cancel()
+                return
 
 
 # --- how it starts ---------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """A requested stop: ask where the workers stand, name the step to end at or forward the signal, end. Pure."""
 
+from perdure.control.ending import end
 from perdure.control.state import GenerationState, State
 from perdure.policy.draining import stop_after
 from perdure.ports import LogRecord
 from perdure.vocab.decision import Decision, Drain
-from perdure.vocab.event import JobEnded, NodeLeft, NodeLost, StopRequested, TimePassed, WorkerExited
+from perdure.vocab.event import NodeLeft, NodeLost, StopRequested, TimePassed, WorkerExited
 from perdure.vocab.generation import Phase
 from perdure.vocab.ids import ActionId, EventId
 from perdure.vocab.units import Instant, show_duration
@@ -18,7 +19,8 @@ def drain(state: State, now: Instant) -> tuple[LogRecord, ...]:
     request, order, generation = state.draining.request, state.draining.order, state.generation
     until = request.at + request.grace
     if generation is None or generation.phase is not Phase.RUNNING or request.grace <= 0:
-        return _end_stopped(now, f"stopped by {request.by}")  # no worker runs that has something to save
+        # No worker runs that has something to save.
+        return end(state, now, EXIT_INCOMPLETE, f"stopped by {request.by}", until)
     done = _ended_ranks(state, generation)
     if len(done) >= generation.assignment.world_size or now >= until:
         how = (
@@ -26,7 +28,7 @@ def drain(state: State, now: Instant) -> tuple[LogRecord, ...]:
             if now < until
             else f"{show_duration(request.grace)} were over (--shutdown-timeout)"
         )
-        return _end_stopped(now, f"stopped by {request.by}; {how}")
+        return end(state, now, EXIT_INCOMPLETE, f"stopped by {request.by}; {how}", until)
     if order is None:
         ask = Drain(id=ActionId(f"1-{generation.number}-drain"), until=until, signal=request.signal)
         return (Decision(at=now, answers=request.id, because=f"{request.by}: save and end", actions=(ask,)),)
@@ -70,7 +72,3 @@ def _ended_ranks(state: State, generation: GenerationState) -> set[int]:
     lost = {e.node for e in state.unanswered if isinstance(e, NodeLost | NodeLeft)}
     ranks = {r for m in generation.assignment.members if m.node in lost for r in m.ranks}
     return set(generation.finished) | gone | ranks
-
-
-def _end_stopped(now: Instant, reason: str) -> tuple[LogRecord, ...]:
-    return (JobEnded(id=EventId("control//end"), at=now, exit_code=EXIT_INCOMPLETE, reason=reason),)

@@ -8,6 +8,7 @@ from typing import assert_never
 
 import msgspec
 
+from perdure.control.ending import kept_after
 from perdure.control.state import Draining, FaultEvent, GenerationState, NodeState, State
 from perdure.ports import LogRecord
 from perdure.vocab.decision import (
@@ -25,11 +26,14 @@ from perdure.vocab.event import (
     CaughtUp,
     CheckpointChosen,
     CheckpointCommitted,
+    CheckpointRestored,
+    CheckpointSetAside,
     CheckpointSkipped,
     CheckpointStored,
     CheckpointTrouble,
     ControlStarted,
     DrainAcked,
+    EndDecided,
     ForkServerLost,
     GenerationBegan,
     GenerationRunning,
@@ -108,12 +112,15 @@ def _fold_event(state: State, event: LogRecord) -> State:
         case JobEnded():
             ended = msgspec.structs.replace(state, ended=event, hold=None, unanswered=())
             return _move_generation(ended, Move.FINISHED)
+        case EndDecided():
+            ending = msgspec.structs.replace(state, ending=event, hold=None, unanswered=())
+            return _move_generation(ending, Move.FINISHED)
+        case CheckpointCommitted() | CheckpointStored() | CheckpointChosen() | CheckpointSetAside():
+            return msgspec.structs.replace(state, kept=kept_after(state.kept, event))
         case GenerationBegan() | ControlStarted() | NodeRefused() | TimePassed() | NodeFenced() | ForkServerLost():
             return state
-        case (
-            CheckpointCommitted() | CheckpointSkipped() | CheckpointStored() | CheckpointChosen() | CheckpointTrouble()
-        ):
-            return state  # for readers: what is decided of checkpoints rests on reports (`control.saves`)
+        case CheckpointSkipped() | CheckpointTrouble() | CheckpointRestored():
+            return state  # for readers
         case (
             NodeGathered()
             | WorkersStarted()

@@ -7,8 +7,9 @@ The members vouch for each other then and train on, so nothing may be started in
 import msgspec
 
 from perdure.control.leases import Contacts
-from perdure.control.state import State
+from perdure.control.state import NodeState, State
 from perdure.vocab.ids import NodeId
+from perdure.vocab.node import Node
 from perdure.vocab.units import Instant
 
 TOGETHER = 0.5
@@ -52,3 +53,11 @@ def _members(contacts: Contacts, state: State) -> tuple[NodeId, ...]:
     if state.generation is None:
         return ()
     return tuple(n for n in state.generation.assignment.nodes if n in contacts and state.nodes[n].present)
+
+
+def is_over(known: NodeState, node: Node) -> bool:
+    """Whether the life that asks to join has been declared lost, or was followed by another on the same machine."""
+    now, asked = known.node.incarnation, node.incarnation
+    if now == asked:
+        return not known.present
+    return now.boot_id == asked.boot_id and asked.started_ticks < now.started_ticks

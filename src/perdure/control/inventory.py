@@ -7,15 +7,19 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from perdure.vocab.checkpoint import CheckpointId, Held, Level, Shards, Stored, covers
+from perdure.vocab.checkpoint import Aside, CheckpointId, Group, Held, Level, Member, Parity, Shards, Stored, covers
 from perdure.vocab.ids import GenerationNumber, NodeId
 from perdure.wire.memory import MemoryReport
 
 Reports = Mapping[NodeId, MemoryReport]
-Line = tuple[int, GenerationNumber]
+Life = tuple[int, GenerationNumber]
+"""(attempt, generation): one set of processes."""
+Line = tuple[int, GenerationNumber, int]
+"""(attempt, generation, turn)."""
 Copies = Mapping[NodeId, tuple[Held, ...]]
 """Of one checkpoint, by node."""
-Worlds = Mapping[Line, Shards]
+Worlds = Mapping[Life, Shards]
+_NONE: Mapping[NodeId, Parity] = {}
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +32,11 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """In memory, by rank, the best first. Ranks without a copy are not in it."""
     stored: Stored | None
     lost: tuple[int, ...]
-    """Ranks whose slot no memory has."""
+    """Ranks whose slot no memory has, nor can make again."""
+    rebuilt: tuple[int, ...] = ()
+    """Ranks whose slot no memory has, and which parity can make again."""
+    groups: tuple[Group, ...] = ()
+    """Its parity groups, as far as there is parity that fits the slots."""
     in_memory: bool
     """Memory has all of it, or all of it but what was some rank's own."""
     flaws: tuple[str, ...] = ()
@@ -40,11 +48,19 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_held(self, copies: int) -> bool:
         """Whether every rank's own slot is in the memory of as many nodes."""
-        return self.world_size > 0 and not self.lost and all(len(h) >= copies for h in self.holders.values())
+        whole = self.world_size > 0 and not self.lost and not self.rebuilt
+        return whole and all(len(h) >= copies for h in self.holders.values())
+
+    @property
+    def protected(self) -> frozenset[int]:
+        """Ranks whose slots can be made again if their node is lost, whichever of its group that is."""
+        return frozenset(
+            rank for group in self.groups if group.is_whole for member in group.members for rank in member.ranks
+        )
 
 
 def line_of(checkpoint: CheckpointId) -> Line:
-    return checkpoint.attempt, checkpoint.generation
+    return checkpoint.line
 
 
 def copies_of(report: MemoryReport) -> dict[CheckpointId, tuple[Held, ...]]:
@@ -61,20 +77,32 @@ def stored_of(reports: Reports) -> dict[CheckpointId, Stored]:
     return {stored.checkpoint: stored for report in reports.values() for stored in report.stored}
 
 
-def stand(checkpoint: CheckpointId, copies: Copies, stored: Stored | None, worlds: Worlds) -> Standing:
+def marked_in(report: MemoryReport) -> tuple[Aside, ...]:
+    """What a node has seen marked as bad in storage."""
+    return tuple(stored.aside for stored in report.stored if stored.aside is not None)
+
+
+def stand(
+    checkpoint: CheckpointId,
+    copies: Copies,
+    stored: Stored | None,
+    worlds: Worlds,
+    parities: Mapping[NodeId, Parity] = _NONE,
+) -> Standing:
     """How `checkpoint` stands. Copies that contradict each other are not used: never a mix of two histories."""
     parts = [(node, held) for node, several in copies.items() for held in several]
     sizes = {held.world_size for _, held in parts} | ({stored.world_size} if stored is not None else set())
     if len(sizes) > 1:
         flaw = f"parts of it say that {' and '.join(str(size) for size in sorted(sizes))} ranks wrote it"
         size = stored.world_size if stored is not None else 0
-        return _standing(checkpoint, size, {}, stored, None, flaws=(flaw,))
+        return _standing(checkpoint, size, {}, stored, None, (), flaws=(flaw,))
     size = next(iter(sizes), 0)
     holders, flaws = _holders(parts)
-    world = worlds.get(line_of(checkpoint))
+    world = worlds.get(checkpoint.life)
     if world is not None and not _fits(world, size, parts):
         world = None
-    return _standing(checkpoint, size, holders, stored, world, flaws=flaws)
+    roots = {int(held.rank): held.root for _, held in parts if held.rank in holders}
+    return _standing(checkpoint, size, holders, stored, world, _groups(parities, roots), flaws=flaws)
 
 
 def _standing(
@@ -83,17 +111,22 @@ def _standing(
     holders: Mapping[int, tuple[NodeId, ...]],
     stored: Stored | None,
     world: Shards | None,
+    groups: tuple[Group, ...],
     *,
     flaws: tuple[str, ...],
 ) -> Standing:
-    lost = tuple(rank for rank in range(size) if rank not in holders)
-    in_memory = size > 0 and (not lost or (world is not None and covers(world, holders)))
+    again = {rank for group in groups for rank in group.rebuildable(holders)}
+    absent = [rank for rank in range(size) if rank not in holders]
+    lost = tuple(rank for rank in absent if rank not in again)
+    in_memory = size > 0 and (not lost or (world is not None and covers(world, {*holders, *again})))
     return Standing(
         checkpoint=checkpoint,
         world_size=size,
         holders=holders,
         stored=stored,
         lost=lost,
+        rebuilt=tuple(rank for rank in absent if rank in again),
+        groups=groups,
         in_memory=in_memory,
         flaws=flaws,
     )
@@ -114,6 +147,16 @@ def _holders(parts: Iterable[tuple[NodeId, Held]]) -> tuple[dict[int, tuple[Node
         best = {node: -held.level for node, held in sorted(several, key=lambda each: each[1].level)}
         holders[rank] = tuple(sorted(best, key=lambda node: (best[node], node)))
     return holders, tuple(flaws)
+
+
+def _groups(parities: Mapping[NodeId, Parity], roots: Mapping[int, str]) -> tuple[Group, ...]:
+    """The groups that there is parity of. What was made of other slots than those that are there does not count."""
+    holders: dict[tuple[tuple[Member, ...], tuple[tuple[int, str], ...]], list[NodeId]] = {}
+    for node, parity in sorted(parities.items()):
+        if all(roots.get(rank, root) == root for rank, root in parity.roots.items()):
+            key = (parity.members, tuple(sorted(parity.roots.items())))
+            holders.setdefault(key, []).append(node)
+    return tuple(Group(members=members, holders=tuple(nodes)) for (members, _), nodes in holders.items())
 
 
 def _fits(world: Shards, size: int, parts: Iterable[tuple[NodeId, Held]]) -> bool:

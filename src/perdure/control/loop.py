@@ -13,12 +13,12 @@ import msgspec
 from perdure.control.brain import next_deadline, step
 from perdure.control.chronicle import told
 from perdure.control.fold import event_id, fold
-from perdure.control.hearing import resumed, telling
+from perdure.control.hearing import is_over, resumed, telling
 from perdure.control.leases import Contacts, adopt, closed, connected, heard, next_loss, overdue
 from perdure.control.memory_door import MemoryDoor
-from perdure.control.orders import basis, orders_for
-from perdure.control.saves import SavesState, asked_to_save, began, gone
-from perdure.control.state import NodeState, State
+from perdure.control.orders import basis, meaning, orders_for
+from perdure.control.saves import SavesState, asked_to_save, began, gone, hurried, noticed
+from perdure.control.state import State
 from perdure.errors import EventLogError
 from perdure.playbook.parse import Catalogue
 from perdure.ports import Clock, EventLog, LogRecord
@@ -161,10 +161,12 @@ class Control:
             saves = asked_to_save(saves, now, step=order.stop_after)
         elif order is not None and order.forward and not saves.stopping:
             saves = asked_to_save(saves, now)
+        if state.ending is not None or state.hold is not None:
+            saves = hurried(saves, now)
         self.memory.become(saves)
 
     def _note_memory(self, before: SavesState, after: SavesState) -> None:
-        events = told(before, after, self._clock.now())
+        events = [each for each in told(before, after, self._clock.now()) if each.id not in self.state.kept.asides]
         if events:
             self._advance(*events)
 
@@ -179,8 +181,8 @@ class Control:
                 return Response.of(self._report(request.read(Report)))
             case "POST", "/v1/leave":
                 return Response.of(self._leave(request.read(Leave)))
-            case "POST", "/v1/memory":
-                return Response.of(await self.memory.answer(request.read(MemoryReport)))
+            case "POST", "/v1/memory" | "/v1/save":
+                return await self._about_checkpoints(request)
             case "POST", "/v1/stop":
                 return Response.of(self._stop(request.read(Stop)))
             case "GET", "/v1/orders":
@@ -193,12 +195,18 @@ class Control:
                 return Response.of(self._pong())
         raise RefusedError(404, f"there is nothing at {request.method} {request.path}")
 
+    async def _about_checkpoints(self, request: Request) -> Response:
+        if request.path == "/v1/memory":
+            return Response.of(await self.memory.answer(request.read(MemoryReport)))
+        self.memory.become(noticed(self.memory.state, self._clock.now()))
+        return Response.of(Reply())
+
     def _join(self, join: Join) -> Reply:
         node, now = join.node, self._clock.now()
         self._refuse_stranger(node)
         self._refuse_namesake(node, now)
         known = self.state.nodes.get(node.id)
-        if known is not None and _is_over(known, node):
+        if known is not None and is_over(known, node):
             return Reply(fenced=True)
         events: list[AnyEvent] = []
         if known is not None and known.present and known.node.incarnation != node.incarnation:
@@ -329,7 +337,7 @@ class Control:
             while True:
                 changed = self._reordered
                 orders = orders_for(self.state, node, self._clock.now())
-                if sent is None or _meaning(orders) != _meaning(sent):
+                if sent is None or meaning(orders) != meaning(sent):
                     sent = orders
                     self._pushed[node] = orders.version
                     yield msgspec.json.encode(orders)
@@ -391,17 +399,3 @@ class Control:
         assert self.state.spec is not None
         members = self.state.previous.nodes if self.state.previous is not None else ()
         return Pong(node=None, job=self.state.spec.id, generation=self.state.number, members=members)
-
-
-def _meaning(orders: Orders) -> Orders:
-    """`orders` without what changes although nothing has to be done differently."""
-    drain = None if orders.drain is None else msgspec.structs.replace(orders.drain, grace=0.0)
-    return msgspec.structs.replace(orders, version=0, drain=drain, redo_until=None)
-
-
-def _is_over(known: NodeState, node: Node) -> bool:
-    """Whether the life that asks to join has been declared lost, or was followed by another on the same machine."""
-    now, asked = known.node.incarnation, node.incarnation
-    if now == asked:
-        return not known.present
-    return now.boot_id == asked.boot_id and asked.started_ticks < now.started_ticks

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 import msgspec
 
 from perdure.control.choice import Choice
-from perdure.control.inventory import Copies, Line, Reports, Standing, Worlds, stand
+from perdure.control.inventory import Copies, Life, Line, Reports, Standing, Worlds, stand
 from perdure.policy.cadence import Failures
-from perdure.vocab.checkpoint import Cadence, CheckpointId, Shards, Stored
+from perdure.vocab.checkpoint import Aside, Cadence, CheckpointId, Shards, Stored
 from perdure.vocab.generation import Address
 from perdure.vocab.ids import GenerationNumber, NodeId
-from perdure.vocab.units import Instant, Seconds
+from perdure.vocab.units import Bytes, Instant, Seconds
 from perdure.wire.memory import Attachment, MemoryReport, Policy, Told
 
 GATHER_PATIENCE: Seconds = 30.0
@@ -35,14 +35,34 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 class Draining(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint on its way to storage."""
 
+    number: int
+    """`DrainOrder.number`."""
     checkpoint: CheckpointId
     since: Instant
-    nodes: frozenset[NodeId]
-    """That had reported when it began: each of them writes a part, if it has one."""
-    parts: frozenset[NodeId] = frozenset()
-    """Nodes whose parts are there."""
+    ranks: tuple[int, ...] = ()
+    """Whose slots make up the whole."""
+    written: frozenset[int] = frozenset()
+    """Ranks whose parts are there."""
+    writers: Mapping[NodeId, tuple[int, ...]] = {}
+    """Who writes the others."""
+    nbytes: Bytes = 0
+    """Written by all nodes together, as far as they have told."""
     moved_at: Instant
-    """When one more part was there."""
+    """When that was more than before."""
+
+
+class StoreProblem(msgspec.Struct, frozen=True, kw_only=True):
+    """Why the last drain has not reached storage. It is gone with the first one that does."""
+
+    why: str
+    lasting: bool
+    """The store refuses: trying again soon does not help."""
+    since: Instant
+    """When the first of the failures in a row was known."""
+    failed_at: Instant
+    """When the last one was."""
+    tries: int
+    """Failures in a row."""
 
 
 class SavesState(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,25 +96,38 @@ class SavesState(msgspec.Struct, frozen=True, kw_only=True):
     # what is decided
     committed: CheckpointId | None = None
     aborted: frozenset[CheckpointId] = frozenset()
+    asides: tuple[Aside, ...] = ()
+    """What was found to be bad after it was restored, as far as any node or the storage remembers."""
     bad: frozenset[CheckpointId] = frozenset()
-    """Set aside after they were loaded: never chosen again."""
+    """Those of all that there are that `asides` covers: never committed, nor chosen unless asked for by step."""
     seen_at: Mapping[CheckpointId, Instant] = {}
     """When the first part of an uncommitted one was seen."""
     aborts: int = 0
     """For want of time, since the last commit."""
     asked_at: Instant | None = None
-    """When the first rank asked what to restore."""
+    """When the first rank asked what to restore; None: no question waits."""
     choice: Choice | None = None
+    question: int = 0
+    """Number of the question that `choice` answers."""
+    turn: int = 0
+    """How often the ranks of the generation have gone back (`CheckpointId.turn`)."""
     cadence: Cadence | None = None
     once: int | None = None
     stopping: bool = False
     """The newest committed checkpoint goes to storage now."""
+    noticed: bool = False
+    """As `stopping`, until the checkpoint that was asked for is there: the job goes on."""
+    gathered: bool = False
+    """All members of the generation are known (`is_gathered`): groups may be made of them."""
     partners: Mapping[NodeId, tuple[Address, ...]] = {}
     drain: Draining | None = None
     drained_at: Instant | None = None
     """When the last drain was ordered."""
-    undrained: frozenset[CheckpointId] = frozenset()
-    """Given up on the way."""
+    problem: StoreProblem | None = None
+    awaited_since: Instant | None = None
+    """Since when some trainer waits for its last checkpoint to reach storage (`Flush`)."""
+    unstorable: str = ""
+    """Why it need not wait any longer."""
     durable: CheckpointId | None = None
 
     # experience
@@ -103,10 +136,16 @@ class SavesState(msgspec.Struct, frozen=True, kw_only=True):
     """Counts, of this life of control."""
     node_went: bool = False
     """A node was lost since the generation began."""
+    went: frozenset[NodeId] = frozenset()
+    """Nodes that were lost since the generation began, and have not come back: nobody waits for them."""
+
+    @property
+    def life(self) -> Life:
+        return self.attempt, self.generation
 
     @property
     def line(self) -> Line:
-        return self.attempt, self.generation
+        return self.attempt, self.generation, self.turn
 
 
 def present(state: SavesState) -> dict[NodeId, MemoryReport]:
@@ -114,7 +153,7 @@ def present(state: SavesState) -> dict[NodeId, MemoryReport]:
     return {
         node: report
         for node, report in state.reports.items()
-        if (report.attempt, report.generation) == state.line
+        if (report.attempt, report.generation) == state.life
         and state.generation > 0
         and (state.members is None or node in state.members)
     }
@@ -127,11 +166,24 @@ def attachments(state: SavesState) -> dict[int, Attachment]:
 
 def is_gathered(state: SavesState, now: Instant) -> bool:
     """Whether those who can have something to say have said it, or have had the time."""
-    if state.members is not None and state.members <= present(state).keys():
+    if state.members is not None and state.members - state.went <= present(state).keys():
         return True
     if state.world is not None and state.members is None:
         return True
     return now >= max(state.began_at, state.opened_at) + GATHER_PATIENCE
+
+
+def awaited(state: SavesState) -> frozenset[NodeId]:
+    """Nodes that are there, or may still come: each has what it holds of its own ranks, or will say that it has not."""
+    return frozenset(present(state)) | ((state.members or frozenset()) - state.went)
+
+
+def stand_in(state: SavesState) -> NodeId | None:
+    """Who looks into the storage and commits there when rank 0's node is gone; None: nobody has to."""
+    ranks = {node: min(report.ranks) for node, report in present(state).items() if report.ranks}
+    if not state.went or not ranks or 0 in ranks.values():
+        return None
+    return min(ranks, key=lambda node: (ranks[node], node))
 
 
 def policy(state: SavesState) -> Policy:
@@ -141,8 +193,12 @@ def policy(state: SavesState) -> Policy:
 
 
 def copies_needed(state: SavesState) -> int:
-    """Nodes that must have a slot before it is safe at the policy's level: fewer where there are too few nodes."""
-    return 1 + max(0, min(policy(state).replicas, len(present(state)) - 1))
+    """Nodes that must have a slot before it is safe at the policy's level: fewer where there are too few nodes.
+
+    Parity counts as a second copy (`control.parity`).
+    """
+    asked = policy(state)
+    return 1 + max(0, min(1 if asked.xor else asked.replicas, len(present(state)) - 1))
 
 
 def stored(state: SavesState) -> dict[CheckpointId, Stored]:
@@ -151,7 +207,13 @@ def stored(state: SavesState) -> dict[CheckpointId, Stored]:
 
 
 def standing(state: SavesState, checkpoint: CheckpointId) -> Standing:
-    return stand(checkpoint, state.copies.get(checkpoint, {}), stored(state).get(checkpoint), state.worlds)
+    parities = {
+        node: parity
+        for node, report in state.reports.items()
+        for parity in report.parity
+        if parity.checkpoint == checkpoint
+    }
+    return stand(checkpoint, state.copies.get(checkpoint, {}), stored(state).get(checkpoint), state.worlds, parities)
 
 
 def is_whole(state: SavesState, checkpoint: CheckpointId | None) -> bool:

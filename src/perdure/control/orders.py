@@ -25,6 +25,9 @@ def orders_for(state: State, node: NodeId, now: Instant) -> Orders:
         return msgspec.structs.replace(
             common, duty=Duty.STOP, exit_code=state.ended.exit_code, generation=state.number, at_once=_is_hasty(state)
         )
+    if state.ending is not None:
+        # No worker may live any more; the agent stays, and with it the memory server that has the checkpoint.
+        return msgspec.structs.replace(common, spare=True, generation=state.number)
     if generation is not None and node in state.uncleared:
         return msgspec.structs.replace(
             common,
@@ -60,7 +63,13 @@ def basis(state: State) -> tuple[object, ...]:
     nodes: tuple[object, ...] = ()
     if state.previous is not None:
         nodes = (state.spares(), state.fit, tuple(k.node for k in state.nodes.values()))
-    return state.ended, state.number, part, order, nodes, state.uncleared
+    return state.ended, state.ending, state.number, part, order, nodes, state.uncleared
+
+
+def meaning(orders: Orders) -> Orders:
+    """`orders` without what changes although nothing has to be done differently."""
+    drain = None if orders.drain is None else msgspec.structs.replace(orders.drain, grace=0.0)
+    return msgspec.structs.replace(orders, version=0, drain=drain, redo_until=None)
 
 
 def _is_hasty(state: State) -> bool:

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 
 import msgspec
 
+from perdure.vocab.checkpoint import CheckpointId
 from perdure.vocab.decision import (
     Drain,
     Hold,
 )
 from perdure.vocab.event import (
     DrainAcked,
+    EndDecided,
     JobEnded,
     NodeLeft,
     NodeLost,
@@ -106,6 +108,24 @@ class Draining(msgspec.Struct, frozen=True, kw_only=True):
     order: Drain | None = None
 
 
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the job's checkpoints are, as far as its end depends on it."""
+
+    newest: CheckpointId | None = None
+    """What a restart would take: the last one committed, or chosen since."""
+    durable: CheckpointId | None = None
+    """Newest one in storage."""
+    store: str = ""
+    """Address of the storage; empty: there is none."""
+    asides: frozenset[EventId] = frozenset()
+    """What is in the log of checkpoints that were set aside: a control that begins anew finds it out again."""
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether the end of the job would lose the newest one, although there is a storage for it."""
+        return self.newest is not None and bool(self.store) and (self.durable is None or self.durable < self.newest)
+
+
 class State(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that control's decisions may rest on."""
 
@@ -126,6 +146,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     unanswered: tuple[FaultEvent, ...] = ()
     """Faults of the current generation that no decision has answered yet: a control that starts again answers them."""
     draining: Draining | None = None
+    ending: EndDecided | None = None
+    """No worker is to run any more; the memory servers still bring the newest checkpoint to storage."""
+    kept: Kept = Kept()
     high_step: int | None = None
     """Highest step that any generation has finished, as far as told."""
     tells_saves: bool = False

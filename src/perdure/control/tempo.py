@@ -89,7 +89,8 @@ def _was_missed(state: SavesState, cadence: Cadence, furthest: int) -> bool:
     if furthest < cadence.first:
         return False
     last = furthest - (furthest - cadence.first) % cadence.every
-    return CheckpointId(attempt=state.attempt, generation=state.generation, step=last) in state.aborted
+    attempt, generation, turn = state.line
+    return CheckpointId(attempt=attempt, generation=generation, turn=turn, step=last) in state.aborted
 
 
 def _wanted(state: SavesState, seconds: Seconds, now: Instant) -> int:

@@ -3,18 +3,19 @@
 It follows `agent.memory.tier` in what it does with orders and what it reports; it has no files and no bytes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from perdure.agent.memory import ring as facts
 from perdure.agent.memory.copies import next_to_send
 from perdure.agent.memory.ring import Key, Line, Ring
-from perdure.vocab.checkpoint import CheckpointId, Held, Level, Shards, SlotState, Stored
+from perdure.vocab.checkpoint import CheckpointId, Held, Level, Member, Parity, Shards, SlotState, Stored
 from perdure.vocab.generation import Address
 from perdure.vocab.ids import GenerationNumber, Incarnation, NodeId, Rank
 from perdure.vocab.units import Instant, Seconds
-from perdure.wire.memory import Attachment, MemoryOrders, MemoryReport, Policy, Told
+from perdure.wire.memory import Attachment, DrainOrder, MemoryOrders, MemoryReport, Parts, Policy, Told
+from perdure.wire.parity import FILES
 
 REPLICAS_KEPT = 2
 """Of one rank of one node: the newer one and the one before."""
@@ -25,7 +26,10 @@ class Seat(msgspec.Struct):
 
     line: Line
     step: int = -1
-    restoring: bool = False
+    restoring: int = 0
+    """Number of its question."""
+    wish: int | None = None
+    turn: int = 0
     fresh: bool = False
     begun: bool = False
 
@@ -39,13 +43,15 @@ class MemoryServer:
         self.ring = Ring()
         self.seats: dict[Rank, Seat] = {}
         self.replicas: dict[tuple[NodeId, Rank], list[CheckpointId]] = {}
+        self.parity: dict[CheckpointId, Parity] = {}
         self.sizes: dict[CheckpointId, int] = {}
         """World that wrote it."""
         self.orders: MemoryOrders | None = None
         self.acked: dict[tuple[Key, Address], CheckpointId] = {}
         self.skipped: set[CheckpointId] = set()
         self.worlds: dict[Line, Shards] = {}
-        self.parts: set[CheckpointId] = set()
+        self.parts: dict[int, tuple[int, ...]] = {}
+        """Ranks whose parts this node has written, by the number of the drain."""
         self.world_size = 0
         self.number, self.life, self.heard_of = 0, 1, 0
         self.is_up = True
@@ -65,6 +71,11 @@ class MemoryServer:
         for rank in tuple(self.seats):
             del self.seats[rank]
             self.ring = facts.trainer_gone(self.ring, rank)
+
+    def ask(self, rank: Rank, number: int, wish: int | None) -> None:
+        """A trainer asks what to restore."""
+        seat = self.seats[rank]
+        seat.restoring, seat.wish, seat.begun, seat.step = number, wish, False, -1
 
     def grant(self, rank: Rank) -> int | None:
         number = facts.grant(self.ring, rank)
@@ -100,7 +111,7 @@ class MemoryServer:
         }
         self.ring = facts.adopted(Ring(), slots)
         for rank, seat in self.seats.items():
-            self.ring = facts.attached(self.ring, rank, seat.line)
+            self.ring = facts.attached(self.ring, rank, seat.line, turn=seat.turn)
             seat.begun = False
         return [
             (k, s.checkpoint) for k, s in slots.items() if s.state is SlotState.WRITTEN and s.checkpoint is not None
@@ -113,23 +124,33 @@ class MemoryServer:
         line = (orders.attempt, int(orders.generation))
         ring = facts.aborted(facts.committed(self.ring, orders.committed), orders.aborted)
         if orders.chosen is not None:
-            ring = facts.chosen(ring, line, orders.chosen.checkpoint)
+            ring = facts.chosen(ring, line, orders.chosen.checkpoint, orders.turn)
         self.ring = ring
         done = orders.committed
         self.skipped = {s for s in self.skipped if s not in ring.aborted and (done is None or s > done)}
         if orders.world is not None:
             self.worlds[line] = orders.world
-        if done is not None and (done.attempt, int(done.generation)) >= ring.line > (0, 0):
+        if done is not None and ring.line > (0, 0) and done.line >= ring.branch:
             for whose, kept in self.replicas.items():
-                self.replicas[whose] = [c for c in kept if (c.attempt, c.generation) >= ring.line]
+                self.replicas[whose] = [c for c in kept if c.life >= done.life]
+            self.parity = {c: kept for c, kept in self.parity.items() if c.life >= done.life}
         for key in facts.removable(self.ring):
             self.ring = facts.removed(self.ring, key)
-        if orders.drain is not None:
-            for key in self.ring.holding(orders.drain):
-                self.ring = facts.pinned(self.ring, key)
-        for key, slot in tuple(self.ring.slots.items()):
-            if slot.pinned and slot.checkpoint != orders.drain:
-                self.ring = facts.unpinned(self.ring, key)
+        self._reserve()
+
+    def _reserve(self) -> None:
+        """What is to be drained is not given away before it is written, as `agent.memory.tier` has it."""
+        order = None if self.orders is None else self.orders.drain
+        waits = order is not None and not order.is_written and self.to_write(order)
+        self.ring = facts.draining(self.ring, order.checkpoint if order is not None and waits else None)
+
+    def to_write(self, order: DrainOrder) -> tuple[int, ...]:
+        """Ranks whose parts this node is to write, and has not."""
+        return tuple(rank for rank in order.writers.get(self.node, ()) if rank not in self.parts.get(order.number, ()))
+
+    def wrote(self, order: DrainOrder, ranks: Iterable[int]) -> None:
+        self.parts = {order.number: tuple(sorted({*self.parts.get(order.number, ()), *ranks}))}
+        self._reserve()
 
     def line_orders(self, line: Line) -> MemoryOrders | None:
         """What control wants, if it is of this line."""
@@ -161,6 +182,31 @@ class MemoryServer:
         kept.append(checkpoint)
         self.sizes[checkpoint] = world_size
         return True
+
+    def parity_wanted(self) -> tuple[CheckpointId, tuple[Member, ...]] | None:
+        """The oldest that is not here yet, where there is a file for it: as `agent.memory.protecting` chooses."""
+        for one in () if self.orders is None else self.orders.protect:
+            for members in one.groups:
+                mine = any(member.node == self.node for member in members)
+                kept = self.parity.get(one.checkpoint)
+                if mine and (kept is None or kept.members != members):
+                    return (one.checkpoint, members) if self._has_file(one.checkpoint) else None
+        return None
+
+    def keep_parity(self, checkpoint: CheckpointId, members: tuple[Member, ...]) -> bool:
+        """All slots of the group have been read; whether there was still a file for it."""
+        if not self._has_file(checkpoint):
+            return False
+        self.parity.pop(checkpoint, None)
+        if len(self.parity) >= FILES:
+            del self.parity[min(c for c in self.parity if facts.is_spent(self.ring, c))]
+        roots = {rank: f"{checkpoint}/{rank}" for member in members for rank in member.ranks}
+        self.parity[checkpoint] = Parity(checkpoint=checkpoint, members=members, roots=roots, nbytes=1)
+        return True
+
+    def _has_file(self, checkpoint: CheckpointId) -> bool:
+        kept = self.parity
+        return checkpoint in kept or len(kept) < FILES or any(facts.is_spent(self.ring, c) for c in kept)
 
     def has(self, checkpoint: CheckpointId) -> set[int]:
         """Ranks of which a copy is here."""
@@ -194,29 +240,39 @@ class MemoryServer:
                 committed=orders.committed,
                 cadence=orders.cadence,
                 once=orders.once,
-                answered=orders.chosen is not None,
+                answered=0 if orders.chosen is None else orders.question,
                 chosen=None if orders.chosen is None else orders.chosen.checkpoint,
             ),
             world_size=self.world_size,
             attached=tuple(
                 Attachment(
-                    rank=rank, shards=f"s{rank}", step=seat.step, restoring=int(seat.restoring), fresh=seat.fresh
+                    rank=rank,
+                    shards=f"s{rank}",
+                    step=seat.step,
+                    restoring=0 if self._is_hashing(rank) else seat.restoring,
+                    restore_step=seat.wish,
+                    fresh=seat.fresh,
+                    turn=seat.turn,
                 )
                 for rank, seat in sorted(self.seats.items())
                 if seat.line == self.ring.line
             ),
             policy=self.policy,
             held=tuple(self._held(c, rank, level) for (c, rank), level in sorted(held.items())),
+            parity=tuple(self.parity.values()),
             skipped=tuple(sorted(self.skipped)),
             worlds=tuple(self.worlds.values()),
             stored=tuple(stored.values()) if Rank(0) in self.seats else (),
             store="memory://" if self.has_store else "",
-            parts=tuple(sorted(self.parts)),
+            parts=tuple(Parts(number=number, ranks=ranks) for number, ranks in self.parts.items()),
             step_seconds=step_seconds,
             stall_seconds=0.1,
             commit_seconds=self.commit_seconds,
             seen=0 if self.orders is None else self.orders.version,
         )
+
+    def _is_hashing(self, rank: Rank) -> bool:
+        return any(slot.state is SlotState.WRITTEN for slot in self.ring.of(rank).values())
 
     def _held(self, checkpoint: CheckpointId, rank: int, level: Level) -> Held:
         return Held(

@@ -8,10 +8,10 @@ import random
 from perdure.control import saves
 from perdure.sim.agenda import START
 from perdure.sim.saving_nemesis import SaveNemesis
-from perdure.sim.saving_scenario import SavingScenario, a_saving_scenario
+from perdure.sim.saving_scenario import SavingScenario, a_parity_scenario, a_saving_scenario
 from perdure.sim.saving_world import QUIET, Judge, SavingWorld
 
-__all__ = ["SavingScenario", "a_saving_scenario", "simulate_saves"]
+__all__ = ["SavingScenario", "a_parity_scenario", "a_saving_scenario", "simulate_saves"]
 
 
 def simulate_saves(scenario: SavingScenario, seed: int, *, judge: Judge = saves.reported) -> tuple[str, ...]:

@@ -15,10 +15,10 @@ from perdure.sim.agenda import START, Agenda
 from perdure.sim.memory_server import MemoryServer
 from perdure.sim.saving_rules import Guard, Rules
 from perdure.sim.saving_scenario import SavingScenario
-from perdure.vocab.checkpoint import CheckpointId, Stored
+from perdure.vocab.checkpoint import CheckpointId, Member, Stored
 from perdure.vocab.ids import GenerationNumber, NodeId, Rank
 from perdure.vocab.units import Seconds
-from perdure.wire.memory import MemoryOrders, MemoryReport
+from perdure.wire.memory import DrainOrder, MemoryOrders, MemoryReport
 
 ATTEMPT = int(START)
 Judge = Callable[[SavesState, MemoryReport, float], SavesState]
@@ -36,6 +36,9 @@ class Run:
         self.answers: dict[Rank, CheckpointId | None] = {}
         self.left: set[Rank] = set()
         """Ranks that have not finished the present step."""
+        self.question, self.turn = 1, 0
+        self.wish: int | None = None
+        """The step that the present question names; None: the newest."""
 
 
 class SavingWorld:
@@ -104,7 +107,8 @@ class SavingWorld:
             self.agenda.after(0.5, partial(self._attach, run, rank, node))
             return
         server.attach(rank, (ATTEMPT, run.number), len(run.places), self.scenario.slots)
-        server.seats[rank].restoring, server.seats[rank].fresh = True, run.fresh
+        server.seats[rank].fresh = run.fresh
+        server.ask(rank, run.question, run.wish)
         self.say(server)
 
     def end(self) -> None:
@@ -131,21 +135,23 @@ class SavingWorld:
         orders = server.line_orders((ATTEMPT, run.number))
         if orders is None or not run.alive:
             return
-        if orders.refused:
-            self.rules.refused(orders.refused)
-            if not run.started:
-                self.fresh = True  # the user's answer: start over
-                self.restart_after(1.0)
-                return
+        waiting = [rank for rank, seat in server.seats.items() if 0 < seat.restoring <= orders.question]
+        if any(server.seats[rank].restoring < orders.question for rank in waiting):
+            self.rules.violate("every question is answered", f"{orders.question} is, and an earlier one waits")
+        if orders.refused and waiting:
+            self.rules.refused(orders.refused, is_wished=run.wish is not None)
+            self.fresh = run.question == 1  # the user's answer: start over
+            self.restart_after(1.0)
+            return
         if orders.chosen is None:
             return
-        for rank, seat in server.seats.items():
-            if not seat.restoring:
-                continue
-            seat.restoring, seat.begun = False, True
-            run.answers[rank] = orders.chosen.checkpoint
+        for rank in waiting:
+            seat = server.seats[rank]
+            seat.restoring, seat.begun, seat.turn = 0, True, orders.turn
+            run.answers[rank], run.turn = orders.chosen.checkpoint, orders.turn
             if not run.fresh:
-                self.rules.answered(orders.chosen, set(run.answers.values()), self.holders, self.stored)
+                answers = set(run.answers.values())
+                self.rules.answered(orders.chosen, answers, self.holders, self.stored, is_wished=run.wish is not None)
         if len(run.answers) == len(run.places) and not run.started:
             run.started = True
             chosen = orders.chosen.checkpoint
@@ -178,7 +184,9 @@ class SavingWorld:
         return step == orders.once or (orders.cadence is not None and orders.cadence.is_due(step))
 
     def _save(self, run: Run, server: MemoryServer, rank: Rank, step: int) -> Seconds:
-        checkpoint = CheckpointId(attempt=ATTEMPT, generation=GenerationNumber(run.number), step=step)
+        generation = GenerationNumber(run.number)
+        checkpoint = CheckpointId(attempt=ATTEMPT, generation=generation, turn=run.turn, step=step)
+        self.rules.saves(checkpoint, run.question)
         number = server.grant(rank) if self.rng.random() > 0.01 else None  # a rank may be too slow to see its grant
         self.rules.look(self.holders, self.stored)
         if number is None:
@@ -213,8 +221,30 @@ class SavingWorld:
 
     def _next(self, run: Run, rank: Rank, step: int) -> None:
         run.left.discard(rank)
-        if run.alive and not run.left:
+        if not run.alive or run.left:
+            return
+        if not self.quiet and self.rng.random() < self.scenario.goes_back:
+            self._go_back(run)
+        else:
             self._begin_step(run, step + 1)
+
+    def _go_back(self, run: Run) -> None:
+        """The script calls restore() again, on all ranks, some of them later than others."""
+        steps = sorted({each.step for server in self.holders for each in server.sizes})
+        run.wish = self.rng.choice(steps) if steps and self.rng.random() < 0.3 else None
+        run.question, run.answers, run.started = run.question + 1, {}, False
+        for rank in run.places:
+            self.agenda.after(self.rng.uniform(0.0, 2.0), partial(self._ask, run, rank, run.question))
+
+    def _ask(self, run: Run, rank: Rank, question: int) -> None:
+        server = self.servers.get(run.places[rank])
+        if not run.alive or server is None:
+            return
+        if not server.is_up or rank not in server.seats:
+            self.agenda.after(0.5, partial(self._ask, run, rank, question))
+            return
+        server.ask(rank, question, run.wish)
+        self.say(server)
 
     # --- replicas and storage ----------------------------------------------------------------------------------------
 
@@ -246,16 +276,42 @@ class SavingWorld:
             self.rules.look(self.holders, self.stored)
             self.send_replicas(server)
 
-    def drain(self, server: MemoryServer, checkpoint: CheckpointId) -> None:
-        if self.servers.get(server.node) is not server or not server.is_up or checkpoint in server.parts:
+    def make_parity(self, server: MemoryServer) -> None:
+        """One at a time: the slots of the group are read, which takes a while."""
+        wanted = server.parity_wanted()
+        if wanted is None or not server.is_up or self.servers.get(server.node) is not server:
             return
-        if server.orders is None or server.orders.drain != checkpoint:
+        self.agenda.after(self.rng.uniform(0.05, 1.5), partial(self._parity_made, server, *wanted, server.life))
+
+    def _parity_made(
+        self, server: MemoryServer, checkpoint: CheckpointId, members: tuple[Member, ...], life: int
+    ) -> None:
+        if not server.is_up or server.life != life or self.servers.get(server.node) is not server:
             return
-        server.parts.add(checkpoint)
-        writers = server.orders.writers
-        written = {rank for s in self.servers.values() if checkpoint in s.parts for rank in s.has(checkpoint)}
-        if len(written) == writers:
-            self.stored[checkpoint] = Stored(checkpoint=checkpoint, path="p", world_size=writers, nbytes=1)
+        for member in members:
+            there = self.servers.get(member.node)
+            own = {int(rank) for rank, _ in there.ring.holding(checkpoint)} if there is not None else set()
+            if there is None or not there.is_up or not set(member.ranks) <= own:
+                return  # tried again when there are news
+        if server.parity_wanted() == (checkpoint, members) and server.keep_parity(checkpoint, members):
+            self.say(server)
+            self.rules.look(self.holders, self.stored)
+            self.make_parity(server)
+
+    def drain(self, server: MemoryServer, order: DrainOrder) -> None:
+        """Write what this node still has of its part, and commit when all parts are there."""
+        if self.servers.get(server.node) is not server or not server.is_up:
+            return
+        now = None if server.orders is None else server.orders.drain
+        if now is None or now.number != order.number:
+            return
+        there = server.has(order.checkpoint)
+        server.wrote(order, [rank for rank in server.to_write(order) if rank in there])
+        if now.is_written and now.committer == server.node:
+            size = next(
+                each.sizes[order.checkpoint] for each in self.servers.values() if order.checkpoint in each.sizes
+            )
+            self.stored[order.checkpoint] = Stored(checkpoint=order.checkpoint, path="p", world_size=size, nbytes=1)
         for other in self.servers.values():
             self.say(other)
 
@@ -309,8 +365,10 @@ class SavingWorld:
         self.rules.look(self.holders, self.stored)
         self._look_for_answer(server)
         self.send_replicas(server)
-        if orders.drain is not None and orders.drain not in server.parts:
-            self.agenda.after(self.rng.uniform(1.0, 8.0), partial(self.drain, server, orders.drain))
+        self.make_parity(server)
+        order = orders.drain
+        if order is not None and (server.to_write(order) or (order.is_written and order.committer == server.node)):
+            self.agenda.after(self.rng.uniform(1.0, 8.0), partial(self.drain, server, order))
 
     def tick(self) -> None:
         """Once a second: everybody reports, control looks at the clock."""
@@ -319,4 +377,5 @@ class SavingWorld:
         for server in self.servers.values():
             self.say(server)
             self.send_replicas(server)
+            self.make_parity(server)
         self.agenda.after(1.0, self.tick)

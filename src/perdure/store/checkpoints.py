@@ -3,6 +3,7 @@
 A committed one is a folder with a manifest that its files agree with. Knows nothing of tensors, and reads no pickle.
 """
 
+import secrets
 from collections.abc import Iterable
 
 import msgspec
@@ -11,6 +12,7 @@ import xxhash
 from perdure.errors import ConfigError, CorruptCheckpointError, HostError, PerdureError
 from perdure.store.address import open_medium
 from perdure.store.manifest import (
+    BAD,
     CHUNK,
     COMMIT,
     FINISHED,
@@ -28,11 +30,23 @@ from perdure.store.manifest import (
     seal,
 )
 from perdure.store.medium import Entry, Medium, reason_of
-from perdure.store.reading import finished_in, manifest_in, part_in, read_checked, read_chunk, read_text, where_is
+from perdure.store.reading import (
+    finished_in,
+    manifest_in,
+    mark_in,
+    part_in,
+    read_checked,
+    read_chunk,
+    read_text,
+    where_is,
+)
 from perdure.store.sink import SCRATCH, Pace
-from perdure.vocab.checkpoint import CheckpointId, Stored
+from perdure.vocab.checkpoint import Aside, CheckpointId, Stored
 from perdure.vocab.ids import JobId, Rank
-from perdure.vocab.units import Bytes, Instant
+from perdure.vocab.units import Bytes, Instant, show_bytes
+
+PROBE = ".probe-"
+"""How the name of a file begins that only shows whether the store can be written to."""
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +63,12 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     """It has its final name, or its COMMIT. It may be damaged since."""
     problem: str = ""
     """Why it cannot be restored; empty: it can, as far as sizes tell."""
+    aside: Aside | None = None
+    """It is marked: somebody has restored it and found it to be bad."""
+
+    @property
+    def is_good(self) -> bool:
+        return not self.problem and self.aside is None
 
     @property
     def is_copy(self) -> bool:
@@ -74,7 +94,13 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 def list_stored(url: str) -> tuple[Stored, ...]:
     """The committed ones whose files are all there in their sizes, the newest first. Raises ConfigError, HostError."""
     return tuple(
-        Stored(checkpoint=found.checkpoint, path=found.name, world_size=found.world_size, nbytes=found.nbytes)
+        Stored(
+            checkpoint=found.checkpoint,
+            path=found.name,
+            world_size=found.world_size,
+            nbytes=found.nbytes,
+            aside=found.aside,
+        )
         for found in survey(url)
         if not found.problem
     )
@@ -141,6 +167,7 @@ def _look_at(medium: Medium, name: str) -> Found | None:
         changed=changed,
         committed=True,
         problem="; ".join(map(str, wrong[:3])) + ("; …" if len(wrong) > 3 else ""),
+        aside=mark_in(medium, name, manifest.checkpoint) if BAD in files else None,
     )
 
 
@@ -153,6 +180,31 @@ def _wrong_sizes(records: tuple[FileRecord, ...], files: dict[str, Entry]) -> li
         elif entry.nbytes != record.nbytes:
             wrong.append(Finding(file=record.name, what=f"has {entry.nbytes} of {record.nbytes} bytes"))
     return wrong
+
+
+def free_in(url: str) -> Bytes | None:
+    """Bytes that can still be written to the store; None: it does not tell. Raises ConfigError, HostError."""
+    return open_medium(url).free()
+
+
+def probe(url: str, least: Bytes = 0) -> None:
+    """List the store, write a small file, remove it, and look for `least` bytes of room: can it be used?
+
+    Raises ConfigError or HostError (`medium.is_lasting` says whether for good); ConfigError where there is no room.
+    """
+    medium = open_medium(url)
+    if medium.can_rename:
+        medium.make("")
+    medium.entries()
+    name = f"{PROBE}{secrets.token_hex(8)}"
+    write_whole(medium, name, b"perdure looks whether it may write here\n")
+    medium.remove(name)
+    free = medium.free()
+    if free is not None and free < least:
+        raise ConfigError(
+            f"the store {url} has {show_bytes(free)} free, and this rank's state alone has {show_bytes(least)}: free"
+            " some space on it, or give another store"
+        )
 
 
 # --- how one comes to be ---------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class Disk:
             return Sink(path.partition("/")[2] or path, DiskFile(self._path(path)), pace)
 
     def make(self, folder: str) -> None:
-        with said_plainly("write to", self.address):
+        with said_plainly("write to", self.address, passing=()):
             path = self._path(folder)
             missing = []
             while not os.path.isdir(path):

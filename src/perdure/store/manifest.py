@@ -6,7 +6,8 @@ folder, sizes that no file has, text that is no JSON are refused with CorruptChe
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -23,6 +24,8 @@ CHUNK: Bytes = 4 << 20
 MANIFEST = "manifest.json"
 COMMIT = "COMMIT"
 """Empty, and written last: where a folder cannot be renamed, a checkpoint without it does not exist."""
+BAD = "BAD"
+"""Somebody has restored it and found it to be bad: an `Aside`, as JSON. Not in the manifest."""
 METADATA = ".metadata"
 """torch's own index. It is a pickle: Perdure writes it and never reads it."""
 FINISHED = "parts/finish.json"
@@ -30,7 +33,7 @@ UNFINISHED = ".tmp"
 TRASH = ".trash-"
 
 _HEX = 32  # letters of an XXH3-128
-_NAME = re.compile(r"step-(\d{10,18})\.(\d{1,18})-(\d{1,18})", re.ASCII)
+_NAME = re.compile(r"step-(\d{10,18})\.(\d{1,18})-(\d{1,18})(?:-([1-9]\d{0,17}))?", re.ASCII)
 _FILE = re.compile(r"__\d{1,9}_0\.distcp|tail-\d{5,9}\.msgpack|\.metadata|parts/(?:\d{5,9}|finish)\.json", re.ASCII)
 _SEALED = re.compile(rb',"digest":"([0-9a-f]{32})"\}\Z')
 
@@ -92,6 +95,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[FileRecord, ...]
     tensors: tuple[TensorRecord, ...]
     values: tuple[ValueRecord, ...]
+    tied: Mapping[str, str] = {}
+    """Second name → first name of tensors that are one and the same; only the first is in `tensors`."""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,7 +139,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 def name_of(checkpoint: CheckpointId) -> str:
     """Of the folder of a committed checkpoint."""
-    return f"step-{checkpoint.step:010d}.{checkpoint.attempt}-{checkpoint.generation}"
+    turn = f"-{checkpoint.turn}" if checkpoint.turn else ""
+    return f"step-{checkpoint.step:010d}.{checkpoint.attempt}-{checkpoint.generation}{turn}"
 
 
 def parse_name(name: str) -> CheckpointId | None:
@@ -142,7 +148,8 @@ def parse_name(name: str) -> CheckpointId | None:
     match = _NAME.fullmatch(name.removesuffix(UNFINISHED))
     if match is None:
         return None
-    return CheckpointId(attempt=int(match[2]), generation=GenerationNumber(int(match[3])), step=int(match[1]))
+    generation, turn = GenerationNumber(int(match[3])), int(match[4] or 0)
+    return CheckpointId(attempt=int(match[2]), generation=generation, turn=turn, step=int(match[1]))
 
 
 def data_name(rank: int) -> str:
@@ -217,9 +224,13 @@ def check_records(records: Sequence[FileRecord], where: str) -> None:
 def _check_tensors(part: Part, where: str) -> None:
     sizes = {record.name: record.nbytes for record in part.files}
     pieces: tuple[TensorRecord | ValueRecord, ...] = (*part.tensors, *part.values)
+    used: Counter[str] = Counter()
     for piece in pieces:
+        used[piece.file] += piece.nbytes
         if piece.start + piece.nbytes > sizes.get(piece.file, -1):
             raise CorruptCheckpointError(f"{where}: {piece.name!r} lies outside of {piece.file[:80]!r}")
+        if used[piece.file] > sizes[piece.file]:  # else a few bytes could stand for any number of tensors
+            raise CorruptCheckpointError(f"{where}: pieces in {piece.file} overlap")
     for tensor in part.tensors:
         bounds = zip(tensor.offsets, tensor.shape, tensor.whole, strict=False)
         if not len(tensor.offsets) == len(tensor.shape) == len(tensor.whole) or any(o + s > w for o, s, w in bounds):
@@ -246,6 +257,9 @@ def pieces_of(parts: Iterable[Part]) -> dict[str, list[TensorRecord]]:
 def check_parts(parts: Sequence[Part], checkpoint: CheckpointId, by_rank: Sequence[str]) -> None:
     """Raises CorruptCheckpointError where the parts are not one whole checkpoint: what is missing, of whom."""
     have = {part.rank: part for part in parts}
+    names = [record.name for part in parts for record in part.files]
+    if len(set(names)) != len(names):
+        raise CorruptCheckpointError(f"{checkpoint}: two parts name the same file")
     for part in parts:
         is_ours = part.checkpoint == checkpoint and part.world_size == len(by_rank)
         if not is_ours or part.rank >= len(by_rank) or part.shards != by_rank[part.rank]:

@@ -11,7 +11,7 @@ from typing import BinaryIO, Protocol
 
 import msgspec
 
-from perdure.errors import HostError, PerdureError
+from perdure.errors import ConfigError, CorruptCheckpointError, HostError, PerdureError
 from perdure.store.sink import Pace, Sink
 from perdure.vocab.units import Bytes, Instant
 
@@ -78,20 +78,47 @@ _ADVICE = {
     errno.EPERM: "check its permissions",
     errno.EROFS: "it is mounted read-only",
     errno.ENOTDIR: "a file is in the way",
+    errno.EEXIST: "a file is in the way",
     errno.ESTALE: "its server has lost it; mount it anew",
     errno.ETIMEDOUT: "its server does not answer",
 }
 
 
+_KNOWN: tuple[type[OSError], ...] = (FileNotFoundError, FileExistsError)
+
+
 @contextmanager
-def said_plainly(what: str, address: str) -> Iterator[None]:
+def said_plainly(what: str, address: str, passing: tuple[type[OSError], ...] = _KNOWN) -> Iterator[None]:
     """Turns OSErrors into one HostError. A file that is not there, or is, passes: the caller knows what it means."""
     try:
         yield
-    except (PerdureError, FileNotFoundError, FileExistsError):
+    except PerdureError:
+        raise
+    except passing:
         raise
     except OSError as exc:
         raise HostError(f"cannot {what} the store {address}: {reason_of(exc)}") from exc
+
+
+_REFUSALS = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
+)
+_REFUSED_STATUS = frozenset({"401", "403"})
+
+
+def is_lasting(exc: BaseException | None) -> bool:
+    """Whether a store refuses for a reason that only people can take away: permissions, a file in the way, a URL."""
+    if exc is None or isinstance(exc, CorruptCheckpointError):
+        return False
+    if isinstance(exc, ConfigError | FileExistsError | FileNotFoundError):
+        return True  # what is to be written cannot be missing: the bucket is, or the folder cannot be made
+    if isinstance(exc, OSError) and exc.errno is not None:
+        return exc.errno in _REFUSALS
+    # Libraries behind fsspec have errors of their own: NoCredentialsError, ClientAuthenticationError, HttpError …
+    name = type(exc).__name__.lower()
+    status = {str(getattr(exc, each, "")) for each in ("status", "status_code", "code")}
+    refused = isinstance(exc, PermissionError) or "credential" in name or "authenticat" in name
+    return refused or bool(status & _REFUSED_STATUS) or is_lasting(exc.__cause__)
 
 
 def reason_of(exc: BaseException) -> str:

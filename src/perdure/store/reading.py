@@ -5,11 +5,13 @@ import os
 from collections import OrderedDict
 from typing import BinaryIO, cast
 
+import msgspec
 import xxhash
 
 from perdure.errors import ConfigError, CorruptCheckpointError, HostError
 from perdure.store.address import open_medium
 from perdure.store.manifest import (
+    BAD,
     CHUNK,
     COMMIT,
     FINISHED,
@@ -25,6 +27,7 @@ from perdure.store.manifest import (
 )
 from perdure.store.medium import Medium, reason_of, said_plainly
 from perdure.store.sink import Pace
+from perdure.vocab.checkpoint import Aside, CheckpointId
 from perdure.vocab.units import Bytes
 
 TEXT_LIMIT: Bytes = 256 << 20
@@ -137,6 +140,14 @@ def read_text(medium: Medium, name: str, file: str) -> bytes:
     if len(text) > TEXT_LIMIT:
         raise CorruptCheckpointError(f"{file} of {name} in {medium.address} has more than {TEXT_LIMIT} bytes")
     return text
+
+
+def mark_in(medium: Medium, name: str, checkpoint: CheckpointId) -> Aside:
+    """What the mark in a checkpoint's folder says; one that cannot be read still marks it."""
+    try:
+        return msgspec.json.decode(read_text(medium, name, BAD), type=Aside)
+    except (CorruptCheckpointError, msgspec.DecodeError):
+        return Aside(checkpoint=checkpoint, line=(-1, -1, -1), reason=f"its mark {BAD} cannot be read")
 
 
 def manifest_in(medium: Medium, name: str) -> Manifest:

@@ -52,7 +52,7 @@ class Remote:
         return found
 
     def open(self, path: str) -> BinaryIO:
-        with self._said_plainly("read"):
+        with self._said_plainly("read", is_read=True):
             return cast(BinaryIO, self._files.open(self._path(path), "rb"))
 
     def create(self, path: str, pace: Pace) -> Sink:
@@ -113,10 +113,14 @@ class Remote:
         return f"{self._root}/{path}" if path else self._root
 
     @contextmanager
-    def _said_plainly(self, what: str) -> Iterator[None]:
+    def _said_plainly(self, what: str, *, is_read: bool = False) -> Iterator[None]:
         try:
             yield
-        except (PerdureError, FileNotFoundError):
+        except FileNotFoundError as exc:
+            if is_read:
+                raise
+            raise HostError(f"cannot {what} the store {self.address}: there is no such bucket or folder") from exc
+        except PerdureError:
             raise
         except Exception as exc:  # each library behind fsspec has errors of its own
             raise HostError(f"cannot {what} the store {self.address}: {reason_of(exc)}") from exc

@@ -19,13 +19,19 @@ GRACE: Seconds = 3600.0
 
 
 def retain(url: str, keep: int, job: JobId, spare: Collection[CheckpointId] = ()) -> tuple[str, ...]:
-    """Delete all but the newest `keep` (at least one) restorable checkpoints of `job`; gives the names of the deleted.
+    """Delete what has `keep` (at least one) newer good checkpoints of `job` beside it; gives the names of the deleted.
 
-    Call it after a commit only. `spare`: in flight, being restored, or the newest that was verified. What cannot be
-    restored does not count, and stays. Another one may delete at the same time. Raises ConfigError, HostError.
+    One that is marked as bad does not count, and goes like the others. Call it after a commit only. `spare`: in
+    flight, being restored, or the newest that was verified. What cannot be restored does not count, and stays. Another
+    one may delete at the same time. Raises ConfigError, HostError.
     """
     mine = [found for found in survey(url) if not found.problem and found.job == job and not found.is_copy]
-    gone = [found.name for found in mine[max(keep, 1) :] if found.checkpoint not in spare]
+    newer = [sum(one.is_good for one in mine[:number]) for number in range(len(mine))]
+    gone = [
+        found.name
+        for found, good in zip(mine, newer, strict=True)
+        if good >= max(keep, 1) and found.checkpoint not in spare
+    ]
     medium = open_medium(url)
     for name in gone:
         medium.remove(name)
@@ -68,7 +74,7 @@ def drop(url: str, name: str, *, force: bool = False) -> None:
     found = {one.name: one for one in survey(url)}
     if not is_plain_name(name) or name not in found:
         raise ConfigError(f"there is no checkpoint {name[:80]!r} in {url}; see `perdure checkpoint ls {url}`")
-    good = [one.name for one in found.values() if not one.problem and one.job == found[name].job]
+    good = [one.name for one in found.values() if one.is_good and one.job == found[name].job]
     if good == [name] and not force:
         raise ConfigError(
             f"{name} is the last good checkpoint of job {found[name].job} in {url}; add --force to drop it"

@@ -6,6 +6,7 @@ Knows bytes; not what is in them.
 import ctypes
 import os
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import xxhash
@@ -27,12 +28,15 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 class Pace:
     """At most so many bytes per second, over all files that share it. None: no limit."""
 
-    def __init__(self, bytes_per_second: float | None) -> None:
-        self._rate = bytes_per_second
+    def __init__(self, bytes_per_second: float | None, on_spent: Callable[[Bytes], None] | None = None) -> None:
+        """`on_spent` hears of every byte that passes."""
+        self._rate, self._on_spent = bytes_per_second, on_spent
         self._next: Seconds = time.monotonic()
 
     def spend(self, count: Bytes) -> None:
         """Wait until `count` more bytes may pass. What was not used a while ago is not saved up."""
+        if self._on_spent is not None:
+            self._on_spent(count)
         if not self._rate:
             return
         now = time.monotonic()

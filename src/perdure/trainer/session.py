@@ -98,6 +98,7 @@ class Run:
         fresh: bool = False,
         overlap: bool = False,
         merge: "Merge | None" = None,
+        check: "Callable[[int], str | None] | None" = None,
         **objects: "Any",
     ) -> "Checkpoint":
         """Checkpoints of `objects`: modules, optimizers, schedulers, data loaders, all with `state_dict`.
@@ -105,7 +106,10 @@ class Run:
         One object, or a list or dictionary of them, under each keyword (`model=`, `optimizer=`, `data=` …). `store`:
         a folder or an fsspec address for what is to survive everything. `fresh`: never restore. `overlap`: copies from
         a GPU go on behind the next step; only for states that nothing but the optimizers' steps changes. `merge`: how
-        positions of data loaders are put together when the number of ranks has changed.
+        positions of data loaders are put together when the number of ranks has changed. `check`: called with each of
+        the first `CheckpointPolicy.check_steps` steps after a restore; a sentence from it says that what was restored
+        is bad ("the loss is nan"): it is set aside, this process ends by BadCheckpointError, and the job's next life
+        restores an older one. Nothing is saved before these steps are done.
 
         Call it on every rank, when the model is in its final form. Raises ConfigError, HostError, WireError.
         """
@@ -133,15 +137,27 @@ class Run:
             fresh=fresh,
             overlap=overlap,
             merge=merge,
+            check=check,
         )
 
 
 def _check_policy(policy: "Policy") -> None:
     """Raises ConfigError for what can never be kept."""
-    least = {"every": 1, "store_every": 1, "replicas": 0, "keep": 1, "slots": 0}
+    least = {
+        "every": 1,
+        "store_every": 1,
+        "replicas": 0,
+        "xor": 0,
+        "keep": 1,
+        "slots": 0,
+        "check_steps": 1,
+        "discards": 0,
+    }
     for name, value in ((name, getattr(policy, name)) for name in least):
         if value is not None and value < least[name]:
             raise ConfigError(f"CheckpointPolicy({name}={value}): it must be at least {least[name]}")
+    if policy.xor and policy.replicas:
+        raise ConfigError("CheckpointPolicy: replicas and xor protect from the same loss; give one of the two")
     if not 0 < policy.overhead < 1:
         raise ConfigError(f"CheckpointPolicy(overhead={policy.overhead}): a share of the time, between 0 and 1")
 

@@ -4,7 +4,7 @@ A checkpoint is made of one slot per rank. What is in a slot is known by its lay
 it: a tensor is found by its name and its place in the whole, never by the rank that happened to hold it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from enum import IntEnum, StrEnum
 
 import msgspec
@@ -13,21 +13,51 @@ from perdure.vocab.ids import GenerationNumber, NodeId, Rank
 from perdure.vocab.units import Bytes
 
 
-class CheckpointId(msgspec.Struct, frozen=True, order=True):
+class CheckpointId(msgspec.Struct, frozen=True, order=True, kw_only=True):
     """One checkpoint of the whole job. The greater one is the later one.
 
-    The line (attempt, generation) counts before the step: a run that has gone back to an earlier step, on purpose or
-    because nothing newer could be read, must not jump ahead into the line that it left (decision 0011).
+    The line (attempt, generation, turn) counts before the step: a run that has gone back to an earlier step, on purpose
+    or because nothing newer could be read, must not jump ahead into the line that it left (decisions 0011 and 0013).
     """
 
     attempt: int
     """Start of the job's control, in whole seconds since the epoch: a job begun anew counts generations anew."""
     generation: GenerationNumber
+    turn: int = 0
+    """How often the processes of this generation had gone back to a checkpoint when they had saved already."""
     step: int
     """Last finished step; the next one to do is `step` + 1."""
 
     def __str__(self) -> str:
-        return f"step {self.step} of generation {self.generation}"
+        return f"step {self.step} of generation {self.generation}{f', turn {self.turn}' if self.turn else ''}"
+
+    @property
+    def life(self) -> tuple[int, GenerationNumber]:
+        """(attempt, generation): whose processes wrote it."""
+        return self.attempt, self.generation
+
+    @property
+    def line(self) -> tuple[int, GenerationNumber, int]:
+        """(attempt, generation, turn): steps of one line follow each other, and no step is in it twice."""
+        return self.attempt, self.generation, self.turn
+
+
+class Aside(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that was restored and found to be bad. What was saved after it, in `line`, is no better."""
+
+    checkpoint: CheckpointId
+    line: tuple[int, int, int]
+    """`CheckpointId.line` of the ranks that had restored it."""
+    reason: str
+    """The script's own words."""
+
+    @property
+    def act(self) -> tuple[CheckpointId, tuple[int, int, int]]:
+        """All ranks that set it aside at once do the same thing, whatever their words are."""
+        return self.checkpoint, self.line
+
+    def covers(self, checkpoint: CheckpointId) -> bool:
+        return checkpoint == self.checkpoint or checkpoint.line == self.line
 
 
 class Level(IntEnum):
@@ -101,6 +131,45 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: Bytes
 
 
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One node of a parity group, with the ranks whose slots it has."""
+
+    node: NodeId
+    ranks: tuple[int, ...]
+    """Ascending."""
+
+
+class Parity(msgspec.Struct, frozen=True, kw_only=True):
+    """What one node of a parity group keeps of the slots of the others: with it a lost one can be made again."""
+
+    checkpoint: CheckpointId
+    members: tuple[Member, ...]
+    """In the order of their places."""
+    roots: Mapping[int, str]
+    """`Held.root` of every slot of the group, by rank."""
+    nbytes: Bytes
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """A parity group of one checkpoint, and who of it has its parity."""
+
+    members: tuple[Member, ...]
+    holders: tuple[NodeId, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        return {member.node for member in self.members} <= set(self.holders)
+
+    def rebuildable(self, ranks: Container[int]) -> frozenset[int]:
+        """Ranks whose slots can be made again where the slots of `ranks` are there: of one node, not of two."""
+        found: set[int] = set()
+        for lost in self.members:
+            rest = [member for member in self.members if member is not lost]
+            if all(each.node in self.holders and all(rank in ranks for rank in each.ranks) for each in rest):
+                found.update(lost.ranks)
+        return frozenset(found)
+
+
 class Shards(msgspec.Struct, frozen=True, kw_only=True):
     """Which logical shards the ranks of one generation hold: `by_rank[r]` is `Held.shards` of rank r.
 
@@ -120,6 +189,8 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     """Folder or prefix, below the store's address."""
     world_size: int
     nbytes: Bytes
+    aside: Aside | None = None
+    """Somebody has marked it as bad."""
 
 
 # --- what is decided of it -------------------------------------------------------------------------------------------
@@ -145,8 +216,29 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
     """By the rank that wrote it: the nodes whose memory has it, the best first. Empty where it is read from storage."""
     stored: Stored | None = None
     """The same checkpoint in storage: for what no memory has, and for chunks that turn out to be bad."""
+    groups: tuple[Group, ...] = ()
+    """Parity groups, by which slots can be made again that nobody has, or of which every copy is bad."""
     missing: tuple[int, ...] = ()
     """Ranks whose own state (random numbers, data position) is lost, though replicas have all that they shared."""
+
+    @property
+    def rebuilt(self) -> tuple[int, ...]:
+        """Ranks whose slots no memory has, and which their groups make again."""
+        again = {rank for group in self.groups for rank in group.rebuildable(self.holders)}
+        return tuple(sorted(again - self.holders.keys()))
+
+
+ASIDES_KEPT = 64
+
+
+def put_together(asides: Iterable[Aside]) -> tuple[Aside, ...]:
+    """The newest ones, each act once: the same on every node, in whatever order it has heard of them."""
+    by_act: dict[tuple[CheckpointId, tuple[int, int, int]], Aside] = {}
+    for each in asides:
+        known = by_act.get(each.act)
+        if known is None or each.reason < known.reason:
+            by_act[each.act] = each
+    return tuple(sorted(by_act.values(), key=lambda each: each.act)[-ASIDES_KEPT:])
 
 
 def covers(shards: Shards, ranks: Iterable[int]) -> bool:

@@ -291,6 +291,14 @@ class GenerationRunning(Event, frozen=True, kw_only=True, tag="generation_runnin
     generation: GenerationNumber
 
 
+class EndDecided(Event, frozen=True, kw_only=True, tag="end_decided"):
+    """The job is over but for its newest checkpoint, which is brought from memory to storage until `until`."""
+
+    exit_code: int
+    reason: str
+    until: Instant
+
+
 class JobEnded(Event, frozen=True, kw_only=True, tag="job_ended"):
     """The job is over; only its nodes' good-byes follow in a log."""
 
@@ -308,6 +316,12 @@ class CheckpointCommitted(Event, frozen=True, kw_only=True, tag="checkpoint_comm
     level: Level
     nbytes: Bytes
     """Of all ranks."""
+    store: str = ""
+    """Address of the storage to which checkpoints of this job go; empty: they stay in memory."""
+    stall: Seconds | None = None
+    """How long the copy has kept the training, on the slowest rank."""
+    seconds: Seconds | None = None
+    """From the first part that was there to the last one, hashed and where asked for replicated."""
 
 
 class CheckpointSkipped(Event, frozen=True, kw_only=True, tag="checkpoint_skipped"):
@@ -323,6 +337,8 @@ class CheckpointStored(Event, frozen=True, kw_only=True, tag="checkpoint_stored"
     checkpoint: CheckpointId
     path: str
     nbytes: Bytes
+    seconds: Seconds | None = None
+    """From the order to write it."""
 
 
 class CheckpointChosen(Event, frozen=True, kw_only=True, tag="checkpoint_chosen"):
@@ -331,9 +347,29 @@ class CheckpointChosen(Event, frozen=True, kw_only=True, tag="checkpoint_chosen"
     generation: GenerationNumber
     checkpoint: CheckpointId | None
     from_memory: int
-    """Ranks whose slot is read from some node's memory; the others' from storage."""
+    """Ranks whose slot is read from some node's memory; the others' from storage, or as `rebuilt` says."""
+    rebuilt: tuple[int, ...] = ()
+    """Ranks whose slots are lost, and made again from parity."""
     missing: tuple[int, ...] = ()
     """Ranks whose own state (random numbers, data position) is lost."""
+
+
+class CheckpointRestored(Event, frozen=True, kw_only=True, tag="checkpoint_restored"):
+    """All ranks of `generation` have it in their tensors."""
+
+    generation: GenerationNumber
+    checkpoint: CheckpointId
+    seconds: Seconds
+    """Of the slowest rank."""
+    sources: dict[str, dict[int, Bytes]]
+    """Bytes by where they came from (own memory, a peer's, storage), and there by rank."""
+
+
+class CheckpointSetAside(Event, frozen=True, kw_only=True, tag="checkpoint_set_aside"):
+    """It was restored and is bad, as the script says: it is not restored again, nor is what was saved after it."""
+
+    checkpoint: CheckpointId
+    reason: str
 
 
 class CheckpointTrouble(Event, frozen=True, kw_only=True, tag="checkpoint_trouble"):
@@ -374,7 +410,10 @@ AnyEvent = (
     | CheckpointSkipped
     | CheckpointStored
     | CheckpointChosen
+    | CheckpointRestored
+    | CheckpointSetAside
     | CheckpointTrouble
+    | EndDecided
     | JobEnded
 )
 """Every event there is; decoding and `assert_never` go over it."""

@@ -24,6 +24,8 @@ class RecoveryRules(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for more nodes once the minimum is there (torchrun's last_call_timeout)."""
     shutdown_timeout: Seconds = 30.0
     """From a stop signal until what still runs is killed (torchrun's --shutdown-timeout)."""
+    flush: Seconds = 60.0
+    """When the job ends by itself: how long its newest committed checkpoint may take from memory to storage."""
 
 
 class StallRules(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ import msgspec
 import xxhash
 
 from perdure.vocab.checkpoint import CheckpointId, Layout
+from perdure.vocab.units import Bytes
 from perdure.wire.slots import CHUNK, HASH
 
 
@@ -25,6 +26,17 @@ def chunk_digest(view: memoryview, start: int) -> bytes:
     """Of the CHUNK (the last one may be shorter) that begins at byte `start` of `view`."""
     with view[start : start + CHUNK] as chunk:
         return xxhash.xxh3_128_digest(chunk)
+
+
+def data_digest(view: memoryview, digests: bytes, nbytes: Bytes) -> str:
+    """One hash, hexadecimal, of the first `nbytes` of `view`, of which `digests` are the chunks'; empty for none."""
+    if not nbytes:
+        return ""
+    whole = nbytes // CHUNK
+    found = xxhash.xxh3_128(digests[: whole * HASH])
+    with view[whole * CHUNK : nbytes] as rest:
+        found.update(rest)
+    return found.hexdigest()
 
 
 def bad_chunks(view: memoryview, digests: bytes | memoryview, threads: int = 1) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
     asking side                              giving side
     Get: head                            →   Answer: header; then the slot's hashes
     Get: ranges of chunks                →   Answer: header; then those chunks
+    GetParity                            →   Answer; its head, sheet and hashes (`wire.parity`), then stripes, as asked
     Put: header                          →   Answer (held: it is here already; error: no room, …)
     the slot's hashes, then all chunks   →   Answer (again: chunks that have arrived damaged; they are sent once more),
                                              then Answer: sealed
@@ -48,6 +49,16 @@ class Get(msgspec.Struct, frozen=True, kw_only=True, tag="get"):
     """(first chunk, how many)."""
 
 
+class GetParity(msgspec.Struct, frozen=True, kw_only=True, tag="parity"):
+    """Give parts of a whole parity of a checkpoint."""
+
+    token: str
+    checkpoint: CheckpointId
+    head: bool = False
+    ranges: tuple[tuple[int, int], ...] = ()
+    """(first stripe, how many)."""
+
+
 class Put(msgspec.Struct, frozen=True, kw_only=True, tag="put"):
     """Take a replica of a slot of `node`."""
 
@@ -82,7 +93,7 @@ def flaw(header: SlotHeader) -> str:
     checkpoint = header.checkpoint
     if header.state != SlotState.SEALED or checkpoint is None:
         return "the slot is not sealed"
-    if min(checkpoint.attempt, checkpoint.generation, checkpoint.step) < 0:
+    if min(*checkpoint.line, checkpoint.step) < 0:
         return f"there is no checkpoint of attempt {checkpoint.attempt}, {checkpoint}"
     if not 0 <= header.rank < header.world_size <= WORLD_LIMIT:
         return f"there is no rank {header.rank} in a world of {header.world_size}"
@@ -152,4 +163,4 @@ def parse_replica_name(name: str) -> tuple[NodeId, Rank, int] | None:
 
 def borrowed_name(checkpoint: CheckpointId, rank: Rank) -> str:
     """File name of what was fetched of another rank's slot."""
-    return f"borrowed-{checkpoint.attempt}-{checkpoint.generation}-{checkpoint.step}-{rank}.slot"
+    return f"borrowed-{'-'.join(map(str, checkpoint.line))}-{checkpoint.step}-{rank}.slot"

@@ -1,7 +1,7 @@
 """Trains a small model with dropout and checkpoints: `keep.py STEPS [STORE]`; prints `step loss` lines.
 
 Environment: KILL_AT=step kills rank KILL_RANK hard in that step, in its first life; KILL_SERVER_AT=step the memory
-server; EVERY, REPLICAS: the policy; PAUSE: seconds per step; ALWAYS: wait for every commit.
+server; EVERY, REPLICAS, XOR: the policy; DEVICE: cpu or cuda; PAUSE: seconds per step; ALWAYS: wait for every commit.
 """
 
 import json
@@ -22,7 +22,9 @@ steps, store = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
 rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 torch.set_num_threads(1)
 torch.manual_seed(1)
+device = os.environ.get("DEVICE", "cpu")
 model: nn.Module = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.Dropout(0.2), nn.Linear(128, 8))
+model.to(device)
 if world > 1:
     dist.init_process_group("gloo")
     model = nn.parallel.DistributedDataParallel(model)
@@ -57,6 +59,7 @@ policy = perdure.CheckpointPolicy(
     every=int(os.environ.get("EVERY", "1")),
     store_every=5 if store else None,
     replicas=int(os.environ.get("REPLICAS", "0")),
+    xor=int(os.environ.get("XOR", "0")),
 )
 checkpoint = run.checkpoint(
     model=model, optimizer=optimizer, scheduler=scheduler, data=data, store=store, policy=policy
@@ -66,7 +69,7 @@ source = dict(checkpoint.restored.sources) if checkpoint.restored else {}
 print(f"start {start} {' '.join(source)}", flush=True)
 for step in run.steps(start=start, stop=steps):
     x = torch.full((4, 64), float(next(data) % 13)) + torch.rand(4, 64)
-    loss = model(x).square().mean()
+    loss = model(x.to(device)).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

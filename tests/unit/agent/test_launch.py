@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from perdure.agent.config import AgentConfig, OutputConfig
-from perdure.agent.launch import base_env, launch_for, line_prefix, spawn_argv, worker_env
+from perdure.agent.launch import base_env, glibc_tunables, launch_for, line_prefix, spawn_argv, worker_env
 from perdure.errors import ConfigError, WireError
 from perdure.vocab.generation import Address, Assignment, Member
 from perdure.vocab.ids import GenerationNumber, JobId, NodeId, Rank
@@ -107,6 +107,14 @@ def test_base_env_defaults_only_what_is_not_set() -> None:
     assert base_env(CONFIG, {}, "eth1")["GLOO_SOCKET_IFNAME"] == "eth1"
     assert base_env(CONFIG, {"GLOO_SOCKET_IFNAME": "ib0"}, "eth1")["GLOO_SOCKET_IFNAME"] == "ib0"
     assert base_env(CONFIG, {"HOME": "/h"}).items() >= {"HOME": "/h", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}.items()
+
+
+def test_large_copies_stream_unless_the_user_says_from_where() -> None:
+    ours = "glibc.cpu.x86_non_temporal_threshold=0x100000"
+    assert base_env(CONFIG, {})["GLIBC_TUNABLES"] == ours
+    assert glibc_tunables("glibc.malloc.check=3") == f"glibc.malloc.check=3:{ours}"
+    theirs = "glibc.cpu.x86_non_temporal_threshold=0x4000000:glibc.malloc.check=3"
+    assert glibc_tunables(theirs) == theirs
 
 
 def test_macros_are_replaced_as_in_torchrun() -> None:

@@ -2,7 +2,7 @@
 
 from perdure.control import saves
 from perdure.control.answer import RESTORE_PATIENCE
-from perdure.vocab.checkpoint import CheckpointId, Shards, Stored
+from perdure.vocab.checkpoint import Aside, CheckpointId, Shards, Stored
 from perdure.vocab.ids import GenerationNumber
 from perdure.wire.memory import Told
 from tests.unit.control.a_memory import ATTEMPT, Memory, a_memory, an_id, node_id
@@ -25,7 +25,7 @@ def test_first_start_begins_at_step_0() -> None:
 
 
 def test_answer_comes_when_the_last_rank_has_asked_and_is_one_for_all() -> None:
-    """intelligent-machine-learning/dlrover/issues/1233 (thread 14): one selector result for all ranks."""
+    """Thread 14 (dlrover 1233): one selector result for all ranks."""
     memory = a_memory(2).attached().sealed(an_id(4)).attach(0, 2, restoring=True)
     assert memory.orders.chosen is None
     memory.attach(1, 2, restoring=True)
@@ -36,47 +36,47 @@ def test_answer_comes_when_the_last_rank_has_asked_and_is_one_for_all() -> None:
 
 
 def test_a_partial_set_is_never_chosen() -> None:
-    """facebookresearch/metaseq/issues/53 (thread 19): sizes checked, a partial set never selected."""
+    """Thread 19 (metaseq 53): sizes checked, a partial set never selected."""
     memory = a_memory(3).attached().sealed(an_id(4))
     memory.holds(0, memory.copy(an_id(9), 0)).holds(1, memory.copy(an_id(9), 1))
     assert chosen(memory.attached(2, restoring=True)) == an_id(4)
 
 
 def test_parts_of_different_worlds_are_not_mixed() -> None:
-    """facebookresearch/metaseq/issues/53 (thread 19)."""
+    """Thread 19 (metaseq 53): the parts of a set are of one world."""
     memory = a_memory(2).attached()
     memory.holds(0, memory.copy(an_id(9), 0)).holds(1, memory.copy(an_id(9), 1, world_size=3))
     assert "2 and 3 ranks wrote it" in refused(memory.attached(2, restoring=True))
 
 
 def test_the_newest_complete_one_is_chosen_and_not_the_newest_name() -> None:
-    """huggingface/transformers/pull/35580 (thread 21)."""
+    """Thread 21 (transformers 35580): the newest complete one."""
     memory = a_memory(2).attached().sealed(an_id(100)).holds(1, a_memory(2).copy(an_id(200), 1))
     assert chosen(memory.attached(2, restoring=True)) == an_id(100)
 
 
 def test_all_ranks_step_back_together_where_one_has_lost_its_newest() -> None:
-    """mosaicml/composer/pull/2146, LlamaFactory/issues/655, huggingface/transformers/issues/28270 (thread 30)."""
+    """Thread 30 (composer 2146, LlamaFactory 655, transformers 28270): all ranks take the same step."""
     memory = a_memory(3).attached().sealed(an_id(4)).sealed(an_id(9))
     memory.say(2, held=memory.reports[2].held[:1])
     assert chosen(memory.attached(2, restoring=True)) == an_id(4)
 
 
 def test_an_explicit_step_goes_before_newer_ones() -> None:
-    """NVIDIA-NeMo/Megatron-Bridge/pull/5260 (thread 31): restore(step=100) with newer memory copies loads 100."""
+    """Thread 31 (Megatron-Bridge 5260): restore(step=100) with newer memory copies loads 100."""
     memory = a_memory(2, store=True).attached().in_storage(an_id(100)).sealed(an_id(120))
     assert chosen(memory.attached(2, restoring=True, restore_step=100)) == an_id(100)
     assert memory.orders.committed == an_id(100)
 
 
 def test_an_explicit_step_that_is_not_there_is_refused() -> None:
-    """NVIDIA-NeMo/Megatron-Bridge/pull/5260 (thread 31)."""
+    """Thread 31 (Megatron-Bridge 5260): and nothing else instead."""
     memory = a_memory(2).attached().sealed(an_id(120)).attached(2, restoring=True, restore_step=100)
     assert "no complete checkpoint of step 100" in refused(memory)
 
 
 def test_no_common_step_is_assumed_where_inventories_differ() -> None:
-    """LMResiliency/lm-resiliency/pull/85, pull/83 (thread 42): {5, 6}, {4, 6}, {4, 5} have no step in common."""
+    """Thread 42 (lm-resiliency 85, 83): {5, 6}, {4, 6}, {4, 5} have no step in common."""
     memory = a_memory(3).attached()
     for rank, steps in enumerate([(5, 6), (4, 6), (4, 5)]):
         memory.holds(rank, *(memory.copy(an_id(step), rank) for step in steps))
@@ -87,14 +87,14 @@ def test_no_common_step_is_assumed_where_inventories_differ() -> None:
 
 
 def test_a_copy_without_a_checksum_is_unverified_and_not_good() -> None:
-    """LMResiliency/lm-resiliency/pull/83 (thread 42)."""
+    """Thread 42 (lm-resiliency 83): a missing checksum is unverified."""
     memory = a_memory(2).attached().sealed(an_id(4))
     memory.holds(0, memory.copy(an_id(9), 0)).holds(1, memory.copy(an_id(9), 1, root=""))
     assert chosen(memory.attached(2, restoring=True)) == an_id(4)
 
 
 def test_every_nodes_part_is_found_where_it_is() -> None:
-    """NVIDIA/Megatron-LM/issues/1530 (thread 44): node-local directories; ranks have moved to other nodes."""
+    """Thread 44 (Megatron-LM 1530): node-local directories; ranks have moved to other nodes."""
     memory = a_memory(3).attached().sealed(an_id(4))
     memory.shards = memory.shards[1:] + memory.shards[:1]
     memory.attached(2, restoring=True)
@@ -105,7 +105,7 @@ def test_every_nodes_part_is_found_where_it_is() -> None:
 
 
 def test_a_node_that_is_no_member_any_more_still_gives_its_part() -> None:
-    """NVIDIA/Megatron-LM/issues/1530 (thread 44)."""
+    """Thread 44 (Megatron-LM 1530): wherever it is now."""
     memory = a_memory(3).attached().sealed(an_id(4))
     nodes = [node_id(0), node_id(1)]
     memory.state = saves.began(memory.state, ATTEMPT, GenerationNumber(2), nodes, 2, memory.now)
@@ -181,7 +181,9 @@ def test_storage_that_cannot_be_listed_is_no_reason_to_begin_at_0() -> None:
 
 def test_a_checkpoint_that_was_set_aside_is_not_chosen_again() -> None:
     memory = a_memory(2).attached().sealed(an_id(4)).sealed(an_id(9))
-    memory.state = saves.set_aside(memory.state, an_id(9), memory.now)
+    aside = Aside(checkpoint=an_id(9), line=an_id(0, 7).line, reason="the loss is nan")
+    memory.say(0, asides=(aside,))
+    assert memory.orders.committed == an_id(4)
     assert chosen(memory.attached(2, restoring=True)) == an_id(4)
     assert an_id(9) in memory.orders.aborted
 
@@ -194,7 +196,7 @@ def test_after_a_step_back_the_abandoned_line_is_history() -> None:
 
 def test_control_that_begins_anew_gives_the_rest_the_answer_that_some_have() -> None:
     memory = a_memory(2).attached().sealed(an_id(4)).attached(2, restoring=True)
-    told = Told(answered=True, chosen=an_id(4))
+    told = Told(answered=1, chosen=an_id(4))
     memory.restarted().attach(1, 2, restoring=True).sealed(an_id(9))
     memory.say(0, told=told, attached=())
     assert chosen(memory) == an_id(4)

@@ -1,14 +1,17 @@
 """What is committed, aborted, paced, drained and paired, of reports alone."""
 
+from typing import Any
+
 import pytest
 
 from perdure.control import saves
 from perdure.control.commits import PART_PATIENCE
-from perdure.control.storing import DRAIN_PATIENCE
+from perdure.control.memories import GATHER_PATIENCE
+from perdure.control.storing import DRAIN_PATIENCE, FIRST_RETRY, FLUSH_PATIENCE, URGENT_RETRY
 from perdure.vocab.checkpoint import Cadence
 from perdure.vocab.generation import Address
 from perdure.vocab.ids import GenerationNumber
-from perdure.wire.memory import Told
+from perdure.wire.memory import DrainFailure, DrainOrder, Parts, Told
 from tests.unit.control.a_memory import ATTEMPT, Memory, a_memory, an_id, node_id
 
 # --- commit ----------------------------------------------------------------------------------------------------------
@@ -192,36 +195,89 @@ def test_once_is_ahead_of_all_ranks_and_stays() -> None:
 # --- storage ---------------------------------------------------------------------------------------------------------
 
 
-def stored_every_ten() -> Memory:
-    return a_memory(2, store=True, every=5, store_every=10).attached()
+def stored_every_ten(**policy: Any) -> Memory:
+    return a_memory(2, store=True, every=5, store_every=10, **policy).attached()
+
+
+def ordered(memory: Memory) -> DrainOrder:
+    order = memory.orders.drain
+    assert order is not None
+    return order
+
+
+def failed(memory: Memory, index: int = 1, *, lasting: bool = False) -> Memory:
+    failure = DrainFailure(number=ordered(memory).number, why="the store says no", lasting=lasting)
+    return memory.say(index, drain_failure=failure)
 
 
 def test_drain_takes_one_at_a_time_by_steps() -> None:
     memory = stored_every_ten().sealed(an_id(4))
     assert memory.orders.drain is None
     memory.sealed(an_id(9))
-    assert (memory.orders.drain, memory.orders.writers) == (an_id(9), 2)
+    order = ordered(memory)
+    assert (order.checkpoint, order.writers, order.committer) == (
+        an_id(9),
+        {node_id(0): (0,), node_id(1): (1,)},
+        node_id(0),
+    )
     memory.sealed(an_id(19))
-    assert memory.orders.drain == an_id(9)
+    assert ordered(memory).checkpoint == an_id(9)
     memory.in_storage(an_id(9))
-    assert (memory.orders.durable, memory.orders.drain) == (an_id(9), an_id(19))
+    assert (memory.orders.durable, ordered(memory).checkpoint) == (an_id(9), an_id(19))
 
 
 def test_drain_without_a_store_is_never_ordered() -> None:
     assert a_memory(1, store_every=1).attached().sealed(an_id(4)).orders.drain is None
 
 
-@pytest.mark.parametrize("how", ["failed", "went", "silent"])
+def test_drain_is_committed_when_all_parts_are_there_and_not_before() -> None:
+    memory = stored_every_ten().sealed(an_id(9))
+    number = ordered(memory).number
+    memory.say(0, parts=(Parts(number=number, ranks=(0,)),))
+    assert not ordered(memory).is_written
+    memory.say(1, parts=(Parts(number=number - 1, ranks=(1,)),))
+    assert not ordered(memory).is_written, "a part of another drain was counted"
+    memory.say(1, parts=(Parts(number=number, ranks=(1,)),))
+    assert ordered(memory).is_written
+
+
+def test_drain_that_failed_is_tried_again_ever_more_seldom() -> None:
+    """Thread 11 (Megatron-LM 1435): training goes on, and the next attempt is made."""
+    memory = stored_every_ten().sealed(an_id(9))
+    numbers, wait = [ordered(memory).number], FIRST_RETRY
+    for _ in range(4):
+        failed(memory)
+        assert memory.orders.drain is None
+        assert memory.orders.store_trouble == "the store says no"
+        assert memory.after(wait - 0.5).orders.drain is None
+        numbers.append(ordered(memory.after(0.6)).number)
+        wait *= 2
+    assert numbers == sorted(set(numbers)), "a failure under an old number would count for the new try"
+    memory.in_storage(an_id(9))
+    assert memory.orders.store_trouble == ""
+
+
+@pytest.mark.parametrize("how", ["went", "silent"])
 def test_drain_that_cannot_end_is_given_up(how: str) -> None:
-    memory = stored_every_ten().sealed(an_id(9)).say(0, parts=(an_id(9),))
-    match how:
-        case "failed":
-            memory.say(1, failed=(an_id(9),))
-        case "went":
-            memory.lost(1)
-        case _:
-            memory.after(DRAIN_PATIENCE + 1)
+    memory = stored_every_ten().sealed(an_id(9))
+    if how == "went":
+        memory.lost(1).after(GATHER_PATIENCE + 1)
+    else:
+        memory.after(DRAIN_PATIENCE + 1)
     assert memory.orders.drain is None
+
+
+def test_drain_that_gets_on_slowly_is_not_given_up() -> None:
+    memory = stored_every_ten().sealed(an_id(9))
+    for nbytes in (1, 2, 3):
+        memory.after(DRAIN_PATIENCE - 1).say(1, drain_bytes=nbytes)
+    assert ordered(memory).checkpoint == an_id(9)
+
+
+def test_part_of_a_lost_node_is_written_by_who_has_its_replica() -> None:
+    memory = stored_every_ten(replicas=1).sealed(an_id(9)).replicated(an_id(9)).lost(1)
+    order = ordered(memory)
+    assert (order.checkpoint, order.writers) == (an_id(9), {node_id(0): (0, 1)})
 
 
 @pytest.mark.parametrize("how", ["flushing", "stop"])
@@ -231,13 +287,31 @@ def test_newest_committed_is_drained_at_once_when_somebody_waits_for_it(how: str
         memory.state = saves.asked_to_save(memory.state, memory.now)
     else:
         memory.say(0, flushing=True)
-    assert memory.orders.drain == an_id(4)
+    assert ordered(memory).checkpoint == an_id(4)
+
+
+def test_who_waits_is_told_at_once_that_a_store_refuses_for_good() -> None:
+    memory = stored_every_ten().sealed(an_id(4)).say(0, flushing=True)
+    assert memory.orders.unstorable == ""
+    assert failed(memory, lasting=True).orders.unstorable == "the store says no"
+
+
+def test_who_waits_is_told_of_a_short_outage_only_when_it_has_lasted() -> None:
+    memory = stored_every_ten().sealed(an_id(4)).say(0, flushing=True)
+    begun = memory.now
+    while memory.now < begun + FLUSH_PATIENCE + 2 * URGENT_RETRY:
+        failed(memory)
+        if memory.orders.unstorable:
+            break
+        assert memory.now < begun + FLUSH_PATIENCE
+        memory.after(URGENT_RETRY + 0.1)
+    assert memory.orders.unstorable == "the store says no"
 
 
 def test_drain_goes_on_after_the_trainers_have_closed() -> None:
-    """intelligent-machine-learning/dlrover/issues/1378"""
+    """Thread 13 (dlrover 1378): the last one is drained after the trainers have ended."""
     memory = stored_every_ten().sealed(an_id(9)).say(0, attached=()).say(1, attached=())
-    assert memory.orders.drain == an_id(9)
+    assert ordered(memory).checkpoint == an_id(9)
     assert memory.in_storage(an_id(9)).orders.durable == an_id(9)
 
 

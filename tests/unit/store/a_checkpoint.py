@@ -22,7 +22,7 @@ Piece = tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]
 
 
 def an_id(step: int = 10, generation: int = 1, attempt: int = 1_700_000_000) -> CheckpointId:
-    return CheckpointId(attempt, generation, step)  # type: ignore[arg-type]
+    return CheckpointId(attempt=attempt, generation=generation, step=step)  # type: ignore[arg-type]
 
 
 def raw(tensor: torch.Tensor) -> bytes:

@@ -60,14 +60,14 @@ def test_committed_checkpoint_is_listed_and_verifies(tmp_path, store):
 
 
 def test_listing_is_newest_first_by_line_not_by_step(tmp_path, store):
-    """transformers 35580: the newest complete one, whatever the names say."""
+    """Thread 21 (transformers 35580): the newest complete one, whatever the names say."""
     for step, generation in ((30, 1), (20, 2), (25, 2)):
         a_stored(tmp_path, store, step, generation=generation)
     assert [(s.checkpoint.generation, s.checkpoint.step) for s in list_stored(store)] == [(2, 25), (2, 20), (1, 30)]
 
 
 def test_uncommitted_checkpoint_does_not_exist(tmp_path, store):
-    """KempnerForge 102: everything but the commit has been done."""
+    """Thread 2 (KempnerForge 102): everything but the commit has been done."""
     slots, _ = sharded(tmp_path)
     name = begin(store, slots.checkpoint)
     assert answer(msgspec.json.encode(slots.request(store, name, finish=True))).error == ""
@@ -205,7 +205,7 @@ def test_object_store_without_its_commit_object_has_no_checkpoint(tmp_path):
 
 
 def test_plain_copy_in_another_store_and_under_another_name_is_restorable(tmp_path):
-    """orbax 394."""
+    """Thread 34 (orbax 394): a plain copy is a checkpoint."""
     stored = a_stored(tmp_path, tmp_path / "store")
     subprocess.run(["cp", "-r", tmp_path / "store", tmp_path / "other"], check=True)
     subprocess.run(["cp", "-r", tmp_path / "store" / stored.path, tmp_path / "other" / "before the change"], check=True)
@@ -319,7 +319,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_full_disk_is_a_reply_and_the_next_try_succeeds(tmp_path, small):
-    """Megatron-LM 1435: no space is no exception in training, and no half checkpoint."""
+    """Thread 11 (Megatron-LM 1435): no space is no exception in training, and no half checkpoint."""
     slots, _ = sharded(tmp_path)
     name = begin(str(small), slots.checkpoint)
     reply = answer(msgspec.json.encode(slots.request(small, name, finish=True)))
@@ -341,6 +341,8 @@ def test_read_only_store_is_refused_in_one_sentence_and_still_read(tmp_path, sma
 
 
 def test_store_whose_library_raises_its_own_errors_says_one_sentence(tmp_path):
+    """Thread 11 (Megatron-LM 1435): 403s and time-outs are one sentence each."""
+
     class Refusing(fsspec.AbstractFileSystem):
         protocol = "refusing"
 

@@ -25,7 +25,7 @@ from perdure.store.manifest import (
 from perdure.vocab.checkpoint import CheckpointId
 from perdure.vocab.ids import JobId
 
-ID = CheckpointId(1_700_000_000, 2, 30)  # type: ignore[arg-type]
+ID = CheckpointId(attempt=1_700_000_000, generation=2, step=30)  # type: ignore[arg-type]
 
 
 def a_record(name: str = "__0_0.distcp", nbytes: int = 100) -> FileRecord:
@@ -66,8 +66,8 @@ def a_part(rank: int, *pieces: TensorRecord, shards: str = "a", **changes: Any) 
         shards=shards,
         root="r",
         group=(rank,),  # type: ignore[arg-type]
-        files=(a_record(),),
-        tensors=pieces,
+        files=(a_record(f"__{rank}_0.distcp"),),
+        tensors=tuple(msgspec.structs.replace(piece, file=f"__{rank}_0.distcp") for piece in pieces),
         values=(),
     )
     return msgspec.structs.replace(whole, **changes)

@@ -48,7 +48,7 @@ def test_retention_in_an_object_store_deletes_objects(tmp_path, store):
 
 
 def test_retention_spares_other_jobs_copies_and_what_is_in_flight(tmp_path, store):
-    """SimpleTuner 2989, unsloth-zoo 782, orbax 394."""
+    """Thread 22 (SimpleTuner 2989, unsloth-zoo 782): by run, in the order of commits. Thread 34 (orbax 394)."""
     other = a_stored(tmp_path, store, 1, job="other", generation=2)
     subprocess.run(["cp", "-r", store / "step-0000000001.1700000000-1", store / "the good one"], check=True)
     (store / "notes").mkdir()
@@ -63,14 +63,14 @@ def test_retention_spares_other_jobs_copies_and_what_is_in_flight(tmp_path, stor
 
 
 def test_damaged_newest_does_not_count_as_kept(store):
-    """transformers 35580, Megatron-LM 5281: the newest *complete* one is never deleted."""
+    """Thread 21 (transformers 35580): the newest *complete* one is never deleted."""
     os.truncate(store / "step-0000000004.1700000000-1" / "__0_0.distcp", 10)
     retain(str(store), 1, EXP)
     assert steps(store) == [3]
 
 
 def test_two_deleters_at_once_disturb_nobody(store):
-    """transformers 20988."""
+    """Thread 23 (transformers 20988): concurrent deletes."""
     done: list[tuple[str, ...]] = []
 
     def run() -> None:
@@ -87,7 +87,7 @@ def test_two_deleters_at_once_disturb_nobody(store):
 
 
 def test_abandoned_folder_is_removed_after_a_grace_time_and_the_current_one_never(store):
-    """torchtitan 4197."""
+    """Thread 24 (torchtitan 4197): what a dead run has left goes, the current one never."""
     abandoned, current = begin(str(store), an_id(5)), begin(str(store), an_id(6))
     for name in (abandoned, current):
         (store / name / "__0_0.distcp").write_bytes(b"half")

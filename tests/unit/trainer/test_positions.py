@@ -39,8 +39,10 @@ def worlds(draw: st.DrawFn) -> tuple[int, list[tuple[int, list[int]]]]:
 def test_ledger_of_an_epoch_has_each_sample_once_in_any_worlds(
     run: tuple[int, list[tuple[int, list[int]]]],
 ) -> None:
-    """meta-pytorch/data/issues/1437 and KempnerInstitute/KempnerForge/issues/57 (39), pytorch/torchtitan/issues/811
-    (25): also where the ranks are not equally far."""
+    """Thread 39 (meta-pytorch/data 1437, KempnerForge 57) and Thread 25 (torchtitan 811): no sample twice, none lost.
+
+    Also where the ranks are not equally far.
+    """
     length, chain = run
     used: Counter[int] = Counter()
     position = Position()
@@ -91,7 +93,7 @@ def test_interrupted_run_through_worlds_4_2_5_has_the_samples_of_the_uninterrupt
 
 
 def test_same_world_goes_on_where_it_was() -> None:
-    """KempnerInstitute/KempnerForge/issues/51 (39)."""
+    """Thread 39 (KempnerForge 51): the same world."""
     sampler = GlobalSampler(10, 1, 3)
     before = take(sampler, 2)
     resumed = GlobalSampler(10, 1, 3)

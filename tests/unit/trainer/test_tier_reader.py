@@ -161,7 +161,7 @@ def differing(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tenso
 
 
 def test_uneven_shards_after_4_to_3_to_5_to_1_are_bitwise_equal(tmp_path: Path) -> None:
-    """pytorch/torchtitan/issues/1136 (27) and huggingface/accelerate/issues/3971 (28)."""
+    """Thread 27 (torchtitan 1136): uneven shards. Thread 28 (accelerate 3971): 0-dim and step tensors."""
     truth = a_truth()
     found: Mapping[str, torch.Tensor] = truth
     for writers, readers in ((4, 3), (3, 5), (5, 1), (1, 4)):
@@ -196,7 +196,7 @@ def test_same_world_needs_only_its_own_slot_of_another_node(tmp_path: Path) -> N
 
 
 def test_another_world_gives_shared_values_and_every_ranks_own_ones(tmp_path: Path) -> None:
-    """pytorch/torchtitan/issues/811 (25): per-rank loader keys must not be lost when the world grows."""
+    """Thread 25 (torchtitan 811): per-rank loader keys must not be lost when the world grows."""
     slots = write_world(tmp_path / "w", 2, a_truth())
     with as_rank(3, 4) as mesh:
         loaded = load(a_plan(2, here=slots), None, a_state(mesh), rank=3, world_size=4)
@@ -261,7 +261,7 @@ def an_adam(names: str) -> dict[str, torch.Tensor]:
 
 
 def test_a_missing_and_an_extra_optimizer_key_are_both_named(tmp_path: Path) -> None:
-    """pytorch/pytorch/issues/146157 (29) and ServiceNow/Fast-LLM/issues/436 (26)."""
+    """Thread 29 (pytorch 146157): named, and a choice. Thread 26 (Fast-LLM 436): every key, or a loud error."""
     write_slot(tmp_path / "0", an_adam("ab"), 0, 1)
     targets = an_adam("bc")
     for target in targets.values():
@@ -328,7 +328,7 @@ def places_to_flip(path: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("place", ["first byte", "last byte of the data", "tail", "layout", "hashes", "header"])
 def test_one_flipped_bit_in_each_slot_is_refused(tmp_path: Path, place: str) -> None:
-    """pytorch/torchtitan/issues/4011 (38)."""
+    """Thread 38 (torchtitan 4011): in every slot."""
     slots = write_world(tmp_path / "w", 4, a_truth())
     for rank, path in slots.items():
         at = places_to_flip(path)[place]
@@ -340,7 +340,7 @@ def test_one_flipped_bit_in_each_slot_is_refused(tmp_path: Path, place: str) -> 
 
 @pytest.mark.parametrize("place", ["first byte", "last byte of the data", "tail", "layout", "hashes", "header"])
 def test_one_flipped_bit_in_each_slot_is_read_from_the_next_holder(tmp_path: Path, place: str) -> None:
-    """NVIDIA/Megatron-LM/issues/5281 (1): the next source is used."""
+    """Thread 1 (Megatron-LM 5281): the next source is used."""
     truth = a_truth()
     slots = write_world(tmp_path / "w", 4, truth)
     lender = CopyingLender(tmp_path, {r: copied(p, tmp_path / f"replica-{r}") for r, p in slots.items()})
@@ -381,7 +381,7 @@ def test_bad_everywhere_names_every_source_that_was_tried(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("size", [0, 100, 8192, 12000, -4096])
 def test_a_slot_that_is_cut_short_is_refused(tmp_path: Path, size: int) -> None:
-    """facebookresearch/metaseq/issues/53 (19): sizes are checked at restore."""
+    """Thread 19 (metaseq 53): sizes are checked at restore."""
     path = tmp_path / "0"
     write_slot(path, {"model.w": torch.ones(9000)}, 0, 1)
     os.truncate(path, size if size >= 0 else path.stat().st_size + size)

@@ -54,7 +54,7 @@ def test_storage_alone_gives_every_tensor_and_value_bitwise(drained: Drained) ->
 
 
 def test_a_store_of_fsspec_gives_the_same(tmp_path: Path) -> None:
-    """pytorch/pytorch/issues/142396 (36): no file numbers, odd names."""
+    """Thread 36 (pytorch 142396, s3-connector 295): no file numbers, odd names."""
     slots, truth = sharded(tmp_path)
     store = "memory://odd name's bucket/exp=17"
     drained = Drained(tmp_path, slots, drain(store, slots), truth)
@@ -70,7 +70,7 @@ def test_ranks_that_no_memory_has_are_read_from_storage(drained: Drained) -> Non
 
 
 def test_one_flipped_bit_in_each_slot_in_turn_is_read_from_storage(drained: Drained) -> None:
-    """pytorch/torchtitan/issues/4011 (38) and NVIDIA/Megatron-LM/issues/5281 (1)."""
+    """Thread 38 (torchtitan 4011) and Thread 1 (Megatron-LM 5281): storage is the next source."""
     for path in map(Path, drained.slots.paths.values()):
         flip(path, 8192 + 64)
         loaded, found = drained.load(here=(0, 1, 2, 3))
@@ -81,7 +81,7 @@ def test_one_flipped_bit_in_each_slot_in_turn_is_read_from_storage(drained: Drai
 
 
 def test_one_flipped_bit_in_each_stored_file_in_turn_is_refused_where_it_is_read(drained: Drained) -> None:
-    """pytorch/torchtitan/issues/4011 (38)."""
+    """Thread 38 (torchtitan 4011): in every file."""
     refused: dict[str, str] = {}
     for path in files_of(drained.store):
         if not path.stat().st_size:
@@ -114,7 +114,7 @@ def test_a_stored_file_that_is_cut_short_or_gone_is_refused(drained: Drained) ->
 
 
 def test_a_plain_copy_of_a_good_checkpoint_is_restorable(drained: Drained) -> None:
-    """google/orbax/issues/394 (34)."""
+    """Thread 34 (orbax 394): cp -r of a good checkpoint."""
     shutil.copytree(drained.store / drained.stored.path, drained.store / "kept by hand")
     copy = Drained(
         drained.store, drained.slots, msgspec.structs.replace(drained.stored, path="kept by hand"), drained.truth

@@ -13,8 +13,20 @@ from perdure.errors import CorruptCheckpointError
 from perdure.vocab.checkpoint import CheckpointId, Layout, SlotState, TensorPart
 from perdure.vocab.ids import GenerationNumber, JobId, Rank
 from perdure.wire import slotfile
-from perdure.wire.digest import bad_chunks, chunk_digests, layout_hash, root_of, shards_hash
+from perdure.wire.digest import bad_chunks, chunk_digests, data_digest, layout_hash, root_of, shards_hash
 from perdure.wire.slots import CHUNK, HASH, HEADER, SlotHeader, header_start
+
+
+@pytest.mark.parametrize("size", [1, CHUNK - 1, CHUNK, 2 * CHUNK + 77])
+def test_digest_of_the_data_does_not_see_what_follows_and_sees_its_last_byte(size: int) -> None:
+    data, after = os.urandom(size), os.urandom(5000)
+
+    def digest(what: bytes) -> str:
+        return data_digest(memoryview(what), chunk_digests(memoryview(what)), size)
+
+    assert digest(data + after) == digest(data + after[::-1]) == digest(data)
+    assert digest(data[:-1] + bytes([data[-1] ^ 1]) + after) != digest(data)
+    assert data_digest(memoryview(after), chunk_digests(memoryview(after)), 0) == ""
 
 
 def a_part(name: str, start: int = 0, offset: int = 0) -> TensorPart:
@@ -62,13 +74,13 @@ _ZEROS = bytearray(3 * CHUNK)
 
 
 def test_a_root_differs_with_every_thing_that_it_stands_for() -> None:
-    one = CheckpointId(1, GenerationNumber(2), 3)
+    one = CheckpointId(attempt=1, generation=GenerationNumber(2), step=3)
     roots = {
         root_of(b"d" * HASH, "l", one),
         root_of(b"e" * HASH, "l", one),
         root_of(b"d" * HASH, "m", one),
-        root_of(b"d" * HASH, "l", CheckpointId(1, GenerationNumber(2), 4)),
-        root_of(b"d" * HASH, "l", CheckpointId(1, GenerationNumber(3), 3)),
+        root_of(b"d" * HASH, "l", CheckpointId(attempt=1, generation=GenerationNumber(2), step=4)),
+        root_of(b"d" * HASH, "l", CheckpointId(attempt=1, generation=GenerationNumber(3), step=3)),
     }
     assert len(roots) == 5
 

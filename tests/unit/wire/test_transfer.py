@@ -36,7 +36,7 @@ def test_other_names_are_no_replicas(name: str) -> None:
 
 def test_borrowed_name_tells_the_checkpoint_and_the_rank() -> None:
     checkpoint = CheckpointId(attempt=1_700_000_000, generation=GenerationNumber(2), step=30)
-    assert borrowed_name(checkpoint, Rank(4)) == "borrowed-1700000000-2-30-4.slot"
+    assert borrowed_name(checkpoint, Rank(4)) == "borrowed-1700000000-2-0-30-4.slot"
 
 
 @given(st.sets(st.integers(0, 300)))

@@ -7,6 +7,7 @@ import msgspec
 
 from perdure.agent.memory import ring as facts
 from perdure.agent.memory.files import SlotFile
+from perdure.agent.memory.parity import NAME
 from perdure.agent.memory.ring import Line
 from perdure.agent.memory.room import REPLICA_FILES, Need, check_room, explain, room_in
 from perdure.agent.memory.tier import Seat, Tier
@@ -15,6 +16,7 @@ from perdure.vocab.checkpoint import Layout, SlotState
 from perdure.vocab.units import Bytes
 from perdure.wire.digest import layout_hash, shards_hash
 from perdure.wire.memory import Attach, Attachment
+from perdure.wire.parity import FILES, parity_bytes
 from perdure.wire.slotfile import decode_layout
 from perdure.wire.slots import TAIL_LIMIT, SlotHeader
 
@@ -88,8 +90,8 @@ async def give_slots(tier: Tier, attach: Attach, layout: Layout, text: bytes) ->
 
 def _seat(tier: Tier, attach: Attach, line: Line, fitting: list[int], made: dict[int, SlotFile]) -> Seat:
     tier.files.update({(attach.rank, number): slot for number, slot in made.items()})
-    tier.ring = facts.attached(tier.ring, attach.rank, line, new=made)
-    about = Attachment(rank=attach.rank, shards=attach.shards, fresh=attach.fresh)
+    tier.ring = facts.attached(tier.ring, attach.rank, line, new=made, turn=attach.turn)
+    about = Attachment(rank=attach.rank, shards=attach.shards, fresh=attach.fresh, turn=attach.turn)
     return Seat(attach.rank, line, attach.trainer, tuple(sorted([*fitting, *made])), about)
 
 
@@ -114,6 +116,16 @@ def _replicas_to_come(tier: Tier, attach: Attach) -> int:
     return max(0, REPLICA_FILES * attach.policy.replicas * attach.local_world_size - len(tier.folder.replicas()))
 
 
+def _parity_to_come(tier: Tier, attach: Attach, file_bytes: Bytes) -> Bytes:
+    """What the parity files will take here, if all nodes are alike; less what is there already."""
+    if attach.local_world_size == attach.world_size or not attach.policy.xor:
+        return 0
+    nodes = -(-attach.world_size // attach.local_world_size)
+    each = parity_bytes(file_bytes * attach.local_world_size, nodes, attach.policy.xor)
+    there = (os.path.join(tier.folder.path, NAME.format(k)) for k in range(FILES))
+    return max(0, FILES * each - sum(os.path.getsize(path) for path in there if os.path.exists(path)))
+
+
 def _make(tier: Tier, attach: Attach, header: SlotHeader, text: bytes, numbers: list[int]) -> dict[int, SlotFile]:
     folder = tier.folder.path
     here = {key[0] for key in tier.files} | {attach.rank}
@@ -124,6 +136,7 @@ def _make(tier: Tier, attach: Attach, header: SlotHeader, text: bytes, numbers: 
         others=max(0, attach.local_world_size - len(here)),
         slots_each=each,
         replicas=_replicas_to_come(tier, attach),
+        parity=_parity_to_come(tier, attach, header.file_bytes),
     )
     if numbers:
         check_room(folder, need)

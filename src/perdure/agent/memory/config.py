@@ -1,5 +1,7 @@
 """What a memory server is started with: JSON, read from the descriptor that `--config-fd` names; nothing else."""
 
+import signal
+
 import msgspec
 
 from perdure.vocab.generation import Address
@@ -28,6 +30,8 @@ class MemoryConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Certificate (file) that control must show; None: plain HTTP."""
     address: str = "127.0.0.1"
     """At which the memory servers of other nodes reach this one; it listens there, on any free port."""
+    end_signal: int = signal.SIGTERM
+    """By which whoever started us ends us. Where it is another one, SIGTERM and SIGINT mean nothing."""
     linger: Seconds | None = None
     """None: dies with its parent. Else a detached one, which ends when no trainer has been here for so long."""
     owners: tuple[Incarnation, ...] = ()

@@ -9,6 +9,7 @@ from functools import partial
 import anyio
 from anyio.abc import TaskGroup
 
+from perdure.agent.memory.asking import NotNowError
 from perdure.agent.memory.ring import Key, Ring, is_spent
 from perdure.agent.memory.tier import Tier
 from perdure.errors import PerdureError
@@ -20,6 +21,10 @@ from perdure.wire.slots import SlotHeader
 
 FIRST_RETRY: Seconds = 0.5
 LONGEST_RETRY: Seconds = 10.0
+SOON: Seconds = 0.05
+"""First wait for a partner that is there and has no room for one more yet: the same orders free it there and here, and
+it may get them a moment later. Waiting as for a dead one, no step of a short-stepped job was ever whole for half a
+minute (2026-12-01)."""
 
 Offer = Callable[[Address, str, SlotHeader], Awaitable[None]]
 """Sends the sealed slot at that path; returns when the other side has verified and sealed it. Raises PerdureError."""
@@ -67,10 +72,9 @@ class Copies:
         try:
             await self._offer(address, slot.path, slot.header)
         except PerdureError as problem:
-            self.trouble = f"a replica of rank {key[0]} does not reach {address}: {problem}"
-            wait = self._retry.get(address, FIRST_RETRY)
-            self._retry[address] = min(2 * wait, LONGEST_RETRY)
-            await anyio.sleep(wait)
+            if self._is_there_still(key, checkpoint):
+                self.trouble = f"a replica of rank {key[0]} does not reach {address}: {problem}"
+                await self._wait(address, is_soon=isinstance(problem, NotNowError))
         else:
             assert checkpoint is not None
             self._acked[key, address] = checkpoint
@@ -79,6 +83,21 @@ class Copies:
         finally:
             self._under_way.discard((key, address))
         self.wake()
+
+    def _is_there_still(self, key: Key, checkpoint: CheckpointId | None) -> bool:
+        """What is not there any more need not be sent: the next one is looked for at once."""
+        slot = self._tier.ring.slots.get(key)
+        return slot is not None and slot.state is SlotState.SEALED and slot.checkpoint == checkpoint
+
+    async def _wait(self, address: Address, *, is_soon: bool) -> None:
+        """Longer with each failure; for a partner that is there only until control says something new."""
+        wait = self._retry.get(address, SOON if is_soon else FIRST_RETRY)
+        self._retry[address] = min(2 * wait, LONGEST_RETRY)
+        before = self._tier.ring.committed, self._tier.ring.aborted
+        with anyio.move_on_after(wait):
+            while not is_soon or (self._tier.ring.committed, self._tier.ring.aborted) == before:
+                await self._tier.changed.wait()
+            self._retry.pop(address, None)
 
     def _has(self, address: Address, key: Key) -> bool:
         slot = self._tier.ring.slots.get(key)

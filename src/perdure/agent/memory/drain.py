@@ -5,8 +5,7 @@ started again. What is written, and how the store works, is the child's and `sto
 """
 
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import anyio
@@ -16,24 +15,26 @@ from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from perdure.agent.memory.door import complain
+from perdure.agent.memory.marking import mark_all, unmarked
 from perdure.agent.memory.tier import Tier
 from perdure.agent.memory.trainers import House
 from perdure.errors import HostError, PerdureError
 from perdure.store import checkpoints, retention
 from perdure.vocab.checkpoint import CheckpointId, Stored
 from perdure.vocab.ids import JobId, Rank
-from perdure.vocab.units import Seconds
-from perdure.wire.memory import DrainReply, DrainRequest
+from perdure.vocab.units import Bytes, Seconds
+from perdure.wire.memory import DrainFailure, DrainOrder, DrainReply, DrainRequest, Parts
 
 T = TypeVar("T")
 ARGV = (sys.executable, "-P", "-m", "perdure.trainer.checkpoint.drain")
-REPLY_WITHIN: Seconds = 1800.0
-"""For one part: as long as control waits for it."""
+REPLY_WITHIN: Seconds = 600.0
+"""Without one more byte: as long as control waits for it."""
 LINE_LIMIT = 1 << 20
-TRIES = 3
-"""Of a part, before control is told that it has failed and may choose a newer one."""
 FIRST_RETRY: Seconds = 0.5
 LONGEST_RETRY: Seconds = 10.0
+LONGEST_WAIT: Seconds = 30.0
+"""For news: should some ever be missed, it is looked again."""
+KEPT_PARTS = 4
 
 
 class DrainChild:
@@ -55,13 +56,17 @@ class DrainChild:
         assert self._process.stdout is not None
         self._lines, self._is_warm = BufferedByteReceiveStream(self._process.stdout), False
 
-    async def ask(self, request: DrainRequest) -> DrainReply:
-        """Its answer; a dead or silent child is an answer with an error. It is started where there is none."""
+    async def ask(
+        self, request: DrainRequest, on_progress: Callable[[Bytes], None] = lambda nbytes: None
+    ) -> DrainReply:
+        """Its answer; a dead or silent child is an answer with an error. It is started where there is none.
+
+        `on_progress` hears meanwhile how many bytes have been written for this request.
+        """
         try:
-            with anyio.fail_after(REPLY_WITHIN):
-                return await self._ask(request)
+            return await self._ask(request, on_progress)
         except TimeoutError:
-            problem = f"the drain did not answer within {REPLY_WITHIN:g} s"
+            problem = f"the drain has written nothing for {REPLY_WITHIN:g} s"
         except (OSError, anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError) as exc:
             problem = f"the drain has died ({type(exc).__name__}{self._code()}); it is started again"
         except (anyio.IncompleteRead, anyio.DelimiterNotFound, msgspec.DecodeError) as exc:
@@ -78,24 +83,27 @@ class DrainChild:
                     process.kill()
                 await process.aclose()
 
-    async def _ask(self, request: DrainRequest) -> DrainReply:
+    async def _ask(self, request: DrainRequest, on_progress: Callable[[Bytes], None]) -> DrainReply:
         await self.start()
         if not self._is_warm:
-            await self._hear(0)
+            await self._hear(0, on_progress)
             self._is_warm = True
         assert self._process is not None
         assert self._process.stdin is not None
         self._asked += 1
         await self._process.stdin.send(msgspec.json.encode(msgspec.structs.replace(request, id=self._asked)) + b"\n")
-        return await self._hear(self._asked)
+        return await self._hear(self._asked, on_progress)
 
-    async def _hear(self, wanted: int) -> DrainReply:
+    async def _hear(self, wanted: int, on_progress: Callable[[Bytes], None]) -> DrainReply:
         assert self._lines is not None
         while True:
-            line = await self._lines.receive_until(b"\n", LINE_LIMIT)
+            with anyio.fail_after(REPLY_WITHIN):
+                line = await self._lines.receive_until(b"\n", LINE_LIMIT)
             reply = msgspec.json.decode(line, type=DrainReply)
-            if reply.id == wanted:
+            if reply.id == wanted and reply.is_done:
                 return reply
+            if reply.id == wanted:
+                on_progress(reply.nbytes)
 
     def _code(self) -> str:
         return "" if self._process is None or self._process.returncode is None else f", {self._process.returncode}"
@@ -118,127 +126,174 @@ class Drain:
         self._on_news = on_news
         self._news = anyio.Event()
         self._looked_at = ""
-        self._failed: list[CheckpointId] = []
-        self._parts: list[CheckpointId] = []
+        self._parts: dict[int, Parts] = {}
+        self._before = 0  # bytes written for requests that are over
+        self.failure: DrainFailure | None = None
         self.stored: tuple[Stored, ...] = ()
+        self.free: Bytes | None = None
+        """Room in the storage when this node looked last."""
+        self.nbytes: Bytes = 0
+        """Written by this life of the server."""
         self.trouble = ""
         self.is_busy = False
 
     @property
-    def failed(self) -> tuple[CheckpointId, ...]:
-        return tuple(self._failed)
-
-    @property
-    def parts(self) -> tuple[CheckpointId, ...]:
-        return tuple(one for one in self._parts if one not in {each.checkpoint for each in self.stored})
+    def parts(self) -> tuple[Parts, ...]:
+        return tuple(self._parts.values())
 
     @property
     def unlooked(self) -> str:
         """Why the storage has not been listed by this node, though it is the one that should."""
-        if not self._is_first or not self._house.store or self._looked_at == self._house.store:
+        if not self._lists or not self._house.store or self._looked_at == self._house.store:
             return ""
         return self.trouble or f"{self._house.store} has not been listed yet"
+
+    @property
+    def owes(self) -> bool:
+        """Whether there is an order that this node can still do something for."""
+        orders = self._tier.orders
+        order = None if orders is None or not self._house.store else orders.drain
+        if order is None or self._is_over(order):
+            return False
+        return bool(self._todo(order)) or order.committer == self._house.node
 
     def wake(self) -> None:
         self._news.set()
 
     async def run(self) -> None:
-        """Never ends by itself; what goes wrong is tried again, and told as `trouble`."""
-        retry, tries = FIRST_RETRY, 0
+        """Never ends by itself; what goes wrong is told as `trouble`. A drain that failed waits for control's word."""
+        retry = FIRST_RETRY
         try:
             while True:
                 self._news = anyio.Event()
+                is_well = False
                 try:
                     self.is_busy = True
                     await self._step()
-                    retry, tries = FIRST_RETRY, 0
+                    retry, is_well = FIRST_RETRY, True
                 except PerdureError as problem:
-                    tries += 1
-                    self._note(str(problem), tries)
+                    self._note(str(problem))
                 finally:
                     self.is_busy = False
                 self._on_news()
-                if tries:
-                    await anyio.sleep(retry)
-                    retry = min(2 * retry, LONGEST_RETRY)
-                else:
+                with anyio.move_on_after(LONGEST_WAIT if is_well else retry):
                     await self._news.wait()
+                if not is_well:
+                    retry = min(2 * retry, LONGEST_RETRY)
         finally:
             await self._child.close()
 
     @property
-    def _is_first(self) -> bool:
-        """Whether this node has the lowest rank: it looks into the storage, commits there, and deletes."""
-        return Rank(0) in self._tier.ring.members
+    def _lists(self) -> bool:
+        """Whether this node looks into the storage, commits there, and deletes: rank 0's, or who stands in for it."""
+        orders = self._tier.orders
+        if Rank(0) in self._tier.ring.members:
+            return True
+        if orders is None:
+            return False
+        return self._house.node in (orders.stand_in, None if orders.drain is None else orders.drain.committer)
+
+    def _is_over(self, order: DrainOrder) -> bool:
+        failed = self.failure is not None and self.failure.number == order.number
+        return failed or order.checkpoint in {each.checkpoint for each in self.stored}
+
+    def _todo(self, order: DrainOrder) -> tuple[int, ...]:
+        """Ranks whose parts are written here, and are not there yet."""
+        done = self._parts.get(order.number)
+        return tuple(rank for rank in order.writers.get(self._house.node, ()) if done is None or rank not in done.ranks)
 
     async def _step(self) -> None:
-        url, orders = self._house.store, self._tier.orders
+        url = self._house.store
         if not url:
             return
         await self._child.start()
-        if not self._is_first:
+        if not self._lists:
             self._looked_at, self.stored = "", ()  # another node looks now; what we saw gets old
         elif self._looked_at != url:
-            self.stored = await _in_thread(lambda: checkpoints.list_stored(url))
+            await self._look(url)
             self._looked_at, self.trouble = url, ""
             self._on_news()
-        if orders is None or orders.drain is None or orders.drain in self._failed:
+        wanted = unmarked(self.stored, self._tier.asides)
+        if wanted and self._lists:
+            await _in_thread(lambda: mark_all(url, wanted))
+            await self._look(url)
+            self._on_news()
+        orders = self._tier.orders
+        order = None if orders is None else orders.drain
+        if order is None or self._is_over(order):
             return
-        wanted = orders.drain
-        if wanted not in {each.checkpoint for each in self.stored}:
-            await self._drain(url, wanted, frozenset(orders.partners))
+        try:
+            await self._serve(url, order)
+        except PerdureError as problem:
+            lasting = problem.lasting if isinstance(problem, _RefusedError) else False
+            self.failure = DrainFailure(number=order.number, why=str(problem), lasting=lasting)
+            self._note(str(problem))
 
-    async def _drain(self, url: str, wanted: CheckpointId, present: frozenset[str]) -> None:
-        by_rank = self._shards_of(wanted)
-        name = await _in_thread(lambda: checkpoints.begin(url, wanted))
+    async def _look(self, url: str) -> None:
+        self.stored = await _in_thread(lambda: checkpoints.list_stored(url))
+        self.free = await _in_thread(lambda: checkpoints.free_in(url))
+
+    async def _serve(self, url: str, order: DrainOrder) -> None:
+        """Write what is to be written here; then, when control says that all parts are there, commit it."""
+        orders = self._tier.orders
+        wanted, hurry = order.checkpoint, orders is not None and orders.hurry
         request = DrainRequest(
-            id=0, store=url, name=name, checkpoint=wanted, by_rank=by_rank, bytes_per_second=self._pace
+            id=0,
+            store=url,
+            name=await _in_thread(lambda: checkpoints.begin(url, wanted)),
+            checkpoint=wanted,
+            by_rank=self._shards_of(wanted),
+            ranks=order.ranks,
+            bytes_per_second=None if hurry else self._pace,
+            hurry=hurry,
         )
-        if wanted not in self._parts:
-            pin = self._tier.pin(wanted, _Others(present))
+        todo = self._todo(order)
+        if todo:
+            pin = self._tier.pin(wanted, todo)
             try:
                 if pin.slots:
                     await self._ask(msgspec.structs.replace(request, slots=pin.slots))
             finally:
                 self._tier.unpin(pin)
-            self._parts = [*self._parts[-15:], wanted]
-            self.trouble = ""
-            self._on_news()
-        if self._is_first:
+            # A slot that was given away meanwhile is no failure: control sees that it is not here, and asks others.
+            self._written(order, pin.slots)
+        if order.committer == self._house.node and order.is_written:
             await self._finish(url, request)
 
+    def _written(self, order: DrainOrder, ranks: Iterable[int]) -> None:
+        before = self._parts.pop(order.number, Parts(number=order.number, ranks=()))
+        self._parts = dict([*self._parts.items()][-KEPT_PARTS:])
+        self._parts[order.number] = Parts(number=order.number, ranks=tuple(sorted({*before.ranks, *ranks})))
+        if not self._todo(order):
+            self._tier.drained(order.number)
+        self.trouble = ""
+        self._on_news()
+
     async def _finish(self, url: str, request: DrainRequest) -> None:
-        """Commit it when all parts are there, then delete what is beyond the number to keep."""
-        retry, until = FIRST_RETRY, time.monotonic() + REPLY_WITHIN
-        while not await self._is_whole(request):
-            if time.monotonic() > until:
-                raise HostError(f"not all parts of {request.checkpoint} came to {url} within {REPLY_WITHIN:g} s")
-            with anyio.move_on_after(retry):
-                await self._tier.changed.wait()
-            retry = min(2 * retry, LONGEST_RETRY)
-            orders = self._tier.orders
-            if orders is not None and orders.drain != request.checkpoint:
-                return  # control has given it up
+        """Commit it: all parts are there. Then delete what is beyond the number to keep."""
+        await self._ask(msgspec.structs.replace(request, finish=True))
         job, keep = self._job, self._house.policy.keep
         await _in_thread(lambda: checkpoints.commit(url, request.name, job, request.by_rank))
-        self.stored = await _in_thread(lambda: checkpoints.list_stored(url))
+        await self._look(url)
+        self.trouble = ""
         self._on_news()
-        spare = [one.checkpoint for one in self.stored if one.checkpoint == self._tier.ring.chosen]
-        await _in_thread(lambda: retention.retain(url, keep, job, [request.checkpoint, *spare]))
-        await _in_thread(lambda: retention.clean(url, [request.checkpoint]))
-        self.stored = await _in_thread(lambda: checkpoints.list_stored(url))
-
-    async def _is_whole(self, request: DrainRequest) -> bool:
-        """Ask for the end; False where a part is still awaited."""
-        reply = await self._child.ask(msgspec.structs.replace(request, finish=True))
-        if reply.error:
-            self.trouble = reply.error
-        return not reply.error
+        try:
+            spare = [each for each in (self._tier.ring.committed, self._tier.ring.chosen) if each is not None]
+            await _in_thread(lambda: retention.retain(url, keep, job, [request.checkpoint, *spare]))
+            await _in_thread(lambda: retention.clean(url, [request.checkpoint]))
+            await self._look(url)
+        except PerdureError as problem:
+            self._note(str(problem))  # it is stored; that old ones stay is no reason to write it once more
 
     async def _ask(self, request: DrainRequest) -> None:
-        reply = await self._child.ask(request)
+        reply = await self._child.ask(request, self._progress)
+        self._before = self.nbytes = self._before + reply.nbytes
         if reply.error:
-            raise HostError(reply.error)
+            raise _RefusedError(reply.error, lasting=reply.lasting)
+
+    def _progress(self, nbytes: Bytes) -> None:
+        self.nbytes = self._before + nbytes
+        self._on_news()
 
     def _shards_of(self, checkpoint: CheckpointId) -> tuple[str, ...]:
         for world in self._tier.worlds:
@@ -246,23 +301,18 @@ class Drain:
                 return world.by_rank
         raise HostError(f"which shards the ranks of generation {checkpoint.generation} had is not known here")
 
-    def _note(self, problem: str, tries: int) -> None:
+    def _note(self, problem: str) -> None:
         if problem != self.trouble:
             complain(problem)
         self.trouble = problem
-        orders = self._tier.orders
-        if tries >= TRIES and orders is not None and orders.drain is not None:
-            self._failed = [*self._failed[-15:], orders.drain]
 
 
-class _Others:
-    """All nodes but those that are present (control names partners for each that is)."""
+class _RefusedError(HostError):
+    """The drain's child has said so."""
 
-    def __init__(self, present: frozenset[str]) -> None:
-        self._present = present
-
-    def __contains__(self, node: object) -> bool:
-        return bool(self._present) and node not in self._present
+    def __init__(self, text: str, *, lasting: bool) -> None:
+        super().__init__(text)
+        self.lasting = lasting
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

@@ -2,8 +2,10 @@
 
     own-RANK-NUMBER.slot            of this node's ranks
     peer-NODE-RANK-NUMBER.slot      replicas for other nodes, written by `transfer`
+    parity-K.xor                    of the slots of other nodes of this one's group (`parity`)
     borrowed-….slot                 parts of other nodes' slots, for a restore
     world-ATTEMPT-GENERATION.json   which shards the ranks of a generation hold
+    asides.json                     what was found to be bad after it was restored
     lock                            whose it all is
 
 It does not know which slot may be written, nor what is good in it.
@@ -21,11 +23,12 @@ import xxhash
 from perdure.agent.memory.lock import Owner, take_lock
 from perdure.agent.memory.ring import Key
 from perdure.errors import CorruptCheckpointError, HostError
-from perdure.vocab.checkpoint import Held, Level, Shards, SlotState
+from perdure.vocab.checkpoint import Aside, Held, Level, Shards, SlotState
 from perdure.vocab.ids import JobId, Rank
 from perdure.wire import slotfile
 from perdure.wire.slots import DATA_START, SlotHeader
 
+_ASIDES = "asides.json"
 _OWN = re.compile(r"own-(\d+)-(\d+)\.slot")
 
 
@@ -158,6 +161,24 @@ class Folder:
 
     def drop_world(self, world: Shards) -> None:
         self._unlink(f"world-{world.attempt}-{world.generation}.json")
+
+    def asides(self) -> tuple[Aside, ...]:
+        """What is known to be bad."""
+        try:
+            with open(os.path.join(self.path, _ASIDES), "rb") as file:
+                return msgspec.json.decode(file.read(), type=tuple[Aside, ...])
+        except (OSError, msgspec.DecodeError):
+            return ()
+
+    def keep_asides(self, asides: tuple[Aside, ...]) -> None:
+        """Whole or not at all. Raises HostError."""
+        path = os.path.join(self.path, _ASIDES)
+        try:
+            with open(f"{path}.new", "wb") as file:
+                file.write(msgspec.json.encode(asides))
+            os.rename(f"{path}.new", path)
+        except OSError as exc:
+            raise HostError(f"what was set aside cannot be kept in {self.path}: {_words(exc)}") from exc
 
     def drop(self, path: str) -> None:
         """Remove a replica or a borrowed file."""

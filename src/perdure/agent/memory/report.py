@@ -3,6 +3,7 @@
 from perdure.agent.memory.config import MemoryConfig
 from perdure.agent.memory.copies import Copies
 from perdure.agent.memory.drain import Drain
+from perdure.agent.memory.protecting import Parities
 from perdure.agent.memory.tier import Seat, Tier, attachment
 from perdure.agent.memory.trainers import House
 from perdure.vocab.generation import Address
@@ -56,11 +57,24 @@ class Reporter:
         house: House,
         drain: Drain,
         copies: Copies,
+        parities: Parities,
     ) -> None:
         self._config, self._incarnation, self._address, self._domain = config, incarnation, address, domain
-        self._house, self._drain, self._copies = house, drain, copies
+        self._house, self._drain, self._copies, self._parities = house, drain, copies, parities
         self.clock = StepClock()
         self._number = 0
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """What cannot be done here now."""
+        found = (
+            self._house.trouble,
+            self._drain.trouble,
+            self._copies.trouble,
+            self._parities.trouble,
+            self._house.tier.sameness.trouble,
+        )
+        return tuple(dict.fromkeys(one for one in found if one))
 
     def make(self, seen: int, wait: Seconds) -> MemoryReport:
         tier, house, drain = self._house.tier, self._house, self._drain
@@ -77,18 +91,25 @@ class Reporter:
             number=self._number,
             told=told(tier),
             world_size=house.world_size,
-            attached=tuple(attachment(seat) for _, seat in sorted(tier.seats.items()) if seat.line == tier.ring.line),
+            ranks=tuple(sorted(tier.ring.members)),
+            attached=tuple(
+                attachment(seat, tier.ring) for _, seat in sorted(tier.seats.items()) if seat.line == tier.ring.line
+            ),
             policy=house.policy,
             held=tier.held(),
+            parity=self._parities.held(),
             skipped=tuple(sorted(tier.skipped)),
+            asides=tier.asides,
             worlds=tier.worlds,
             stored=drain.stored,
             store=house.store,
             unlooked=drain.unlooked,
             flushing=house.flushing,
             parts=drain.parts,
-            failed=drain.failed,
-            trouble=tuple(one for one in (drain.trouble, self._copies.trouble) if one),
+            drain_bytes=drain.nbytes,
+            drain_failure=drain.failure,
+            free_store=drain.free,
+            trouble=self.troubles,
             step_seconds=self.clock.seconds,
             stall_seconds=tier.stall,
             commit_seconds=tier.commit,
@@ -106,6 +127,6 @@ def told(tier: Tier) -> Told:
         committed=orders.committed,
         cadence=orders.cadence,
         once=orders.once,
-        answered=orders.chosen is not None,
+        answered=0 if orders.chosen is None else orders.question,
         chosen=None if orders.chosen is None else orders.chosen.checkpoint,
     )

@@ -19,6 +19,8 @@ Key = tuple[Rank, int]
 """(rank, number) of a slot: what its file is called after."""
 Line = tuple[int, int]
 """(attempt, generation)."""
+Branch = tuple[int, int, int]
+"""(attempt, generation, turn): `CheckpointId.line`."""
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,12 +45,21 @@ class Ring(msgspec.Struct, frozen=True, kw_only=True):
     slots: Mapping[Key, Slot] = {}
     line: Line = (0, 0)
     """Newest one that a trainer here belongs to."""
+    turn: int = 0
+    """How often the ranks of this generation have gone back, as `CheckpointId.turn` counts it."""
     members: frozenset[Rank] = frozenset()
     """Ranks that have attached in that line, also when they have gone since."""
     committed: CheckpointId | None = None
     aborted: frozenset[CheckpointId] = frozenset()
     chosen: CheckpointId | None = None
     """What the ranks of the present line restore."""
+    draining: CheckpointId | None = None
+    """What this node has to write to storage next: from the order on, not only when its writing begins."""
+
+    @property
+    def branch(self) -> Branch:
+        """The line that checkpoints are saved in now."""
+        return *self.line, self.turn
 
     def of(self, rank: Rank) -> dict[int, Slot]:
         """The slots of one rank, by number."""
@@ -71,15 +82,17 @@ def adopted(ring: Ring, found: Mapping[Key, Slot]) -> Ring:
     return msgspec.structs.replace(ring, slots={**ring.slots, **found})
 
 
-def attached(ring: Ring, rank: Rank, line: Line, new: Iterable[int] = (), obsolete: Iterable[int] = ()) -> Ring:
+def attached(
+    ring: Ring, rank: Rank, line: Line, new: Iterable[int] = (), obsolete: Iterable[int] = (), turn: int = 0
+) -> Ring:
     """A trainer of `line` is here; slots `new` were made for it, and `obsolete` do not fit it."""
     slots = dict(ring.slots)
     slots.update({(rank, number): Slot() for number in new})
     for number in obsolete:
         slots[rank, number] = msgspec.structs.replace(slots[rank, number], obsolete=True, given=False)
     if line > ring.line:
-        ring = msgspec.structs.replace(ring, line=line, members=frozenset(), chosen=None)
-    return msgspec.structs.replace(ring, slots=slots, members=ring.members | {rank})
+        ring = msgspec.structs.replace(ring, line=line, turn=0, members=frozenset(), chosen=None)
+    return _turned(msgspec.structs.replace(ring, slots=slots, members=ring.members | {rank}), turn)
 
 
 def given(ring: Ring, key: Key) -> Ring:
@@ -120,9 +133,21 @@ def aborted(ring: Ring, checkpoints: Iterable[CheckpointId]) -> Ring:
     return msgspec.structs.replace(ring, aborted=frozenset(checkpoints))
 
 
-def chosen(ring: Ring, line: Line, checkpoint: CheckpointId | None) -> Ring:
-    """All ranks of `line` restore this one."""
-    return ring if line != ring.line else msgspec.structs.replace(ring, chosen=checkpoint)
+def chosen(ring: Ring, line: Line, checkpoint: CheckpointId | None, turn: int = 0) -> Ring:
+    """All ranks of `line` restore this one, and save in `turn` from then on. An earlier turn does not come back."""
+    if line != ring.line or turn < ring.turn:
+        return ring
+    return msgspec.structs.replace(ring, chosen=checkpoint, turn=turn)
+
+
+def _turned(ring: Ring, turn: int) -> Ring:
+    """A trainer that attaches again says that it has gone back meanwhile: to what, control says."""
+    return ring if turn <= ring.turn else msgspec.structs.replace(ring, turn=turn, chosen=None)
+
+
+def draining(ring: Ring, checkpoint: CheckpointId | None) -> Ring:
+    """This one is to go to storage, and waits for its turn; None: none, or it is there."""
+    return ring if checkpoint == ring.draining else msgspec.structs.replace(ring, draining=checkpoint)
 
 
 def pinned(ring: Ring, key: Key) -> Ring:
@@ -166,6 +191,8 @@ def may_be_lost(ring: Ring, slot: Slot) -> bool:
     """
     if slot.pinned or slot.given or slot.state in (SlotState.WRITTEN, SlotState.WRITING):
         return False
+    if slot.checkpoint is not None and slot.checkpoint == ring.draining:
+        return False
     return slot.checkpoint is None or is_spent(ring, slot.checkpoint)
 
 
@@ -180,7 +207,7 @@ def is_spent(ring: Ring, checkpoint: CheckpointId) -> bool:
 
 def removable(ring: Ring) -> tuple[Key, ...]:
     """Slots whose files nobody needs: obsolete ones, and those of ranks that the present line has elsewhere."""
-    ours = ring.committed is not None and _line(ring.committed) >= ring.line > (0, 0)
+    ours = ring.line > (0, 0) and _has_commit_of_present(ring)
     return tuple(
         key
         for key, slot in ring.slots.items()
@@ -190,32 +217,28 @@ def removable(ring: Ring) -> tuple[Key, ...]:
 
 def _base(ring: Ring) -> CheckpointId | None:
     """What the job goes back to if everything stops now: what it restored, until it has committed something since."""
-    if ring.chosen is not None and not _has_commit_of(ring, ring.line):
+    if ring.chosen is not None and not _has_commit_of_present(ring):
         return ring.chosen
     return ring.committed
 
 
 def _is_superseded(ring: Ring, checkpoint: CheckpointId) -> bool:
-    if ring.chosen is not None and not _has_commit_of(ring, ring.line):
+    if ring.chosen is not None and not _has_commit_of_present(ring):
         # The job has gone back to `chosen`. What the lines before have left besides it is history, also where it has
         # the greater step: with two slots nothing could ever be written otherwise.
-        return _line(checkpoint) < ring.line
+        return checkpoint.line < ring.branch
     return ring.committed is not None and checkpoint < ring.committed
 
 
-def _has_commit_of(ring: Ring, line: Line) -> bool:
-    return ring.committed is not None and _line(ring.committed) >= line
+def _has_commit_of_present(ring: Ring) -> bool:
+    return ring.committed is not None and ring.committed.line >= ring.branch
 
 
-def _worth(ring: Ring, slot: Slot) -> tuple[int, Line, int]:
+def _worth(ring: Ring, slot: Slot) -> tuple[int, Branch, int]:
     """Free ones first, then aborted ones, then the oldest."""
     if slot.checkpoint is None:
-        return 0, (0, 0), 0
-    return 1 if slot.checkpoint in ring.aborted else 2, _line(slot.checkpoint), slot.checkpoint.step
-
-
-def _line(checkpoint: CheckpointId) -> Line:
-    return checkpoint.attempt, checkpoint.generation
+        return 0, (0, 0, 0), 0
+    return 1 if slot.checkpoint in ring.aborted else 2, slot.checkpoint.line, slot.checkpoint.step
 
 
 def _with(ring: Ring, key: Key, slot: Slot) -> Ring:

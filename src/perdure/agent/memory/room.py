@@ -36,10 +36,12 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     slots_each: int = 0
     replicas: int = 0
     """Files that other nodes' replicas will take here."""
+    parity: Bytes = 0
+    """What the parity of other nodes' slots will take here."""
 
     @property
     def total(self) -> Bytes:
-        return self.file_bytes * (self.slots + self.others * self.slots_each + self.replicas)
+        return self.file_bytes * (self.slots + self.others * self.slots_each + self.replicas) + self.parity
 
 
 def room_in(folder: str) -> Room:
@@ -63,6 +65,8 @@ def explain(folder: str, need: Need, room: Room) -> str:
         parts.append(f"{need.slots_each} for each of {need.others} more ranks of this node")
     if need.replicas:
         parts.append(f"{need.replicas} for replicas of other nodes")
+    if need.parity:
+        parts.append(f"{show_bytes(need.parity)} for parity of other nodes")
     limit = "" if room.group is None else f", and {show_bytes(room.group)} are left below the memory cgroup's limit"
     return (
         f"checkpoints in memory do not fit: {', '.join(parts)} make {show_bytes(need.total)}, but {folder} has"

@@ -9,18 +9,23 @@ from perdure.agent.memory.files import SlotFile
 from perdure.errors import CorruptCheckpointError
 from perdure.vocab.checkpoint import CheckpointId, SlotState
 from perdure.wire import slotfile
-from perdure.wire.digest import bad_chunks, chunk_digests, root_of
+from perdure.wire.digest import bad_chunks, chunk_digests, data_digest, root_of
 from perdure.wire.slots import SlotHeader
 
 
-def seal(slot: SlotFile, checkpoint: CheckpointId, threads: int) -> SlotHeader:
-    """WRITTEN → SEALED. Raises CorruptCheckpointError where the slot is not (or no more) that written checkpoint."""
+def seal(slot: SlotFile, checkpoint: CheckpointId, threads: int) -> str:
+    """WRITTEN → SEALED; gives the hash of the tensors alone, empty where there are none.
+
+    Raises CorruptCheckpointError where the slot is not (or no more) that written checkpoint.
+    """
     header = _expect(slot, checkpoint, SlotState.WRITTEN)
     with slot.hashed() as view:
         digests = chunk_digests(view, threads)
+        data = data_digest(view, digests, header.data_bytes)
     os.pwrite(slot.fd, digests, header.hashes_start)
     _expect(slot, checkpoint, SlotState.WRITTEN)  # a script that writes into a slot that it has given back
-    return slot.put(state=SlotState.SEALED, root=root_of(digests, header.layout, checkpoint))
+    slot.put(state=SlotState.SEALED, root=root_of(digests, header.layout, checkpoint))
+    return data
 
 
 def verify(slot: SlotFile, threads: int) -> tuple[int, ...]:

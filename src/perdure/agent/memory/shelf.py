@@ -65,7 +65,7 @@ class Shelf:
         k = _which(found, put, self._spent)
         path = self._paths(put)[k]
         with self._allocating:
-            fd = self._allocated(path, put.header.file_bytes)
+            fd = allocated(path, put.header.file_bytes, "a replica")
         try:
             return path, _fill(line, fd, put, found[k])
         finally:
@@ -85,21 +85,20 @@ class Shelf:
         except (HostError, CorruptCheckpointError):
             return None
 
-    def _allocated(self, path: Path, nbytes: Bytes) -> int:
-        """A descriptor of a file of that size which has all its memory. Raises WireError where there is no room."""
-        try:
-            if os.path.lexists(path):
-                if path.lstat().st_size == nbytes:
-                    return slotfile.open_slot(os.fspath(path), writable=True)
-                path.unlink()
-            left = room_in(os.fspath(self._folder)).least
-            if nbytes > left:
-                raise WireError(
-                    f"no room for a replica: it needs {show_bytes(nbytes)}, and {show_bytes(left)} are left"
-                )
-            return slotfile.create(os.fspath(path), nbytes)
-        except OSError as exc:
-            raise WireError(f"cannot keep a replica of {show_bytes(nbytes)}: {why(exc)}") from exc
+
+def allocated(path: Path, nbytes: Bytes, what: str) -> int:
+    """A descriptor of a file of that size which has all its memory. Raises WireError where there is no room."""
+    try:
+        if os.path.lexists(path):
+            if path.lstat().st_size == nbytes:
+                return slotfile.open_slot(os.fspath(path), writable=True)
+            path.unlink()
+        left = room_in(os.fspath(path.parent)).least
+        if nbytes > left:
+            raise WireError(f"no room for {what}: it needs {show_bytes(nbytes)}, and {show_bytes(left)} are left")
+        return slotfile.create(os.fspath(path), nbytes)
+    except OSError as exc:
+        raise WireError(f"cannot keep {what} of {show_bytes(nbytes)}: {why(exc)}") from exc
 
 
 def _fill(line: Line, fd: int, put: Put, before: SlotHeader | None) -> SlotHeader:

@@ -2,7 +2,6 @@
 it into files and pages. The decisions are the ring's.
 """
 
-import os
 import time
 from collections.abc import Callable, Container, Mapping
 
@@ -16,13 +15,13 @@ from perdure.agent.memory.door import complain
 from perdure.agent.memory.files import Folder, SlotFile, held
 from perdure.agent.memory.page import GrantPage
 from perdure.agent.memory.ring import Key, Line, Ring, Slot
+from perdure.agent.memory.sameness import Sameness
 from perdure.agent.memory.seal import seal, verify
-from perdure.errors import CorruptCheckpointError
-from perdure.vocab.checkpoint import CheckpointId, Held, Level, Shards, SlotState
-from perdure.vocab.ids import Incarnation, NodeId, Rank
+from perdure.errors import CorruptCheckpointError, HostError
+from perdure.vocab.checkpoint import Aside, CheckpointId, Held, Level, Shards, SlotState, put_together
+from perdure.vocab.ids import Incarnation, Rank
 from perdure.vocab.units import Seconds
 from perdure.wire.memory import Attachment, MemoryOrders
-from perdure.wire.transfer import parse_replica_name
 
 
 class Seat:
@@ -59,11 +58,15 @@ class Tier:
         """Set, and made anew, with every change."""
         self.skipped: frozenset[CheckpointId] = frozenset()
         self.worlds: tuple[Shards, ...] = folder.worlds()
+        self.asides: tuple[Aside, ...] = folder.asides()
+        self.sameness = Sameness()
         self.stall: Seconds | None = None
         self.commit: Seconds | None = None
         self._written_at: dict[Key, tuple[CheckpointId, float]] = {}
         self._stalls: tuple[CheckpointId, Seconds] | None = None
         self._pinned: frozenset[CheckpointId] = frozenset()
+        self._drained = 0
+        """Number of the drain to which nothing more is needed from here."""
         self._hashing = anyio.CapacityLimiter(1)
         self._sealing = 0
 
@@ -118,6 +121,11 @@ class Tier:
         self.skipped |= {checkpoint}
         self.settle()
 
+    def set_aside(self, aside: Aside) -> None:
+        """What a trainer restored is bad. Raises HostError where that cannot be kept."""
+        self._keep_asides((aside,))
+        self.settle()
+
     # --- control -----------------------------------------------------------------------------------------------------
 
     def apply(self, orders: MemoryOrders) -> None:
@@ -126,14 +134,19 @@ class Tier:
         line = (orders.attempt, int(orders.generation))
         ring = facts.aborted(facts.committed(self.ring, orders.committed), orders.aborted)
         if orders.chosen is not None:
-            ring = facts.chosen(ring, line, orders.chosen.checkpoint)
+            ring = facts.chosen(ring, line, orders.chosen.checkpoint, orders.turn)
         self.ring = ring
+        self._reserve()
         done = orders.committed
         self.skipped = frozenset(
             one for one in self.skipped if one not in ring.aborted and (done is None or one > done)
         )
         self._keep_worlds(orders.world)
-        if done is not None and (done.attempt, int(done.generation)) >= ring.line > (0, 0):
+        try:
+            self._keep_asides(orders.asides)
+        except HostError as problem:
+            complain(str(problem))
+        if done is not None and ring.line > (0, 0) and done.line >= ring.branch:
             self._drop_old_copies(done)
         self.settle()
 
@@ -159,24 +172,34 @@ class Tier:
 
     # --- pins and copies ---------------------------------------------------------------------------------------------
 
-    def pin(self, checkpoint: CheckpointId, gone: Container[NodeId] = ()) -> Pin:
-        """Keep the copies of a checkpoint here until `unpin`: those of this node, and replicas for nodes in `gone`."""
-        keys = self.ring.holding(checkpoint)
+    def pin(self, checkpoint: CheckpointId, ranks: Container[int]) -> Pin:
+        """Keep the copies here of some ranks' slots until `unpin`, own ones rather than replicas."""
+        keys = tuple(key for key in self.ring.holding(checkpoint) if key[0] in ranks)
         for key in keys:
             self.ring = facts.pinned(self.ring, key)
-        slots = {int(key[0]): self.files[key].path for key in keys}
-        for path, header in self.folder.replicas().items():
-            source = parse_replica_name(os.path.basename(path))
-            if header.checkpoint == checkpoint and source is not None and source[0] in gone:
-                slots.setdefault(int(header.rank), path)
-                self._pinned |= {checkpoint}  # else replicas need not wait for a drain that reads own slots only
-        return Pin(checkpoint=checkpoint, keys=tuple(keys), slots=slots)
+        slots = {rank: path for rank, path in self.here(checkpoint).items() if rank in ranks}
+        if len(slots) > len(keys):
+            self._pinned |= {checkpoint}  # else replicas need not wait for a drain that reads own slots only
+        return Pin(checkpoint=checkpoint, keys=keys, slots=slots)
 
     def unpin(self, pin: Pin) -> None:
         self._pinned -= {pin.checkpoint}
         for key in pin.keys:
             self.ring = facts.unpinned(self.ring, key)
         self.settle()
+
+    def drained(self, number: int) -> None:
+        """What this node had to write for that drain is written."""
+        if self._drained != number:
+            self._drained = number
+            self._reserve()
+            self.settle()
+
+    def _reserve(self) -> None:
+        """What is to be drained may be given away only when it is written: the order says so before we come to it."""
+        order = None if self.orders is None else self.orders.drain
+        waits = order is not None and not order.is_written and order.number != self._drained
+        self.ring = facts.draining(self.ring, order.checkpoint if order is not None and waits else None)
 
     def is_spent(self, checkpoint: CheckpointId) -> bool:
         """Whether a replica of it may be overwritten. Called in threads: both values are replaced whole."""
@@ -226,7 +249,7 @@ class Tier:
             seat.page.show(None, None, _index(seat, number), None)
             return
         done = orders.committed
-        if done is not None and (done.attempt, done.generation) == seat.line:
+        if done is not None and done.life == seat.line and done.line == self.ring.branch:
             committed = done.step
         seat.page.show(orders.cadence, orders.once, _index(seat, number), committed)
 
@@ -257,13 +280,14 @@ class Tier:
     async def _seal(self, key: Key, checkpoint: CheckpointId) -> None:
         slot = self.files[key]
         try:
-            await anyio.to_thread.run_sync(seal, slot, checkpoint, self._threads, limiter=self._hashing)
+            data = await anyio.to_thread.run_sync(seal, slot, checkpoint, self._threads, limiter=self._hashing)
         except (CorruptCheckpointError, OSError) as problem:
             complain(f"{checkpoint} of rank {key[0]} is lost: {problem}")
             slot.clear()
             self.ring = facts.torn(self.ring, key)
         else:
             self.ring = facts.sealed(self.ring, key)
+            self.sameness.note(key[0], checkpoint, data)
             if self.orders is None or not self.orders.partners:
                 self._note_commit(key, checkpoint)
         finally:
@@ -307,6 +331,12 @@ class Tier:
                 self.folder.drop_world(one)
         self.worlds = tuple(one for one in self.worlds if (one.attempt, one.generation) in needed or one == world)
 
+    def _keep_asides(self, more: tuple[Aside, ...]) -> None:
+        asides = put_together((*self.asides, *more))
+        if asides != self.asides:
+            self.folder.keep_asides(asides)
+            self.asides = asides
+
     def _drop_old_copies(self, done: CheckpointId) -> None:
         """The present line has a checkpoint of its own: nobody reads replicas and borrowed parts of earlier ones."""
         for path, header in self.folder.replicas().items():
@@ -324,6 +354,8 @@ def _index(seat: Seat, number: int | None) -> int | None:
     return seat.numbers.index(number) if number in seat.numbers else None
 
 
-def attachment(seat: Seat) -> Attachment:
-    """What control is told of a trainer."""
-    return msgspec.structs.replace(seat.about, step=seat.page.step)
+def attachment(seat: Seat, ring: Ring) -> Attachment:
+    """What control is told of a trainer. Its questions wait until what it had written before has been hashed."""
+    hashing = any(slot.state is SlotState.WRITTEN for slot in ring.of(seat.rank).values())
+    restoring, flushing = (0, False) if hashing else (seat.about.restoring, seat.about.flushing)
+    return msgspec.structs.replace(seat.about, step=seat.page.step, restoring=restoring, flushing=flushing)

@@ -16,6 +16,8 @@ from typing import Any
 import anyio
 import msgspec
 
+from perdure.agent.memory.asking import NotNowError, ask, heard, last_words
+from perdure.agent.memory.parity import give_parity
 from perdure.agent.memory.pieces import (
     missing_chunks,
     opened,
@@ -40,6 +42,7 @@ from perdure.wire.transfer import (
     LINE_LIMIT,
     Answer,
     Get,
+    GetParity,
     Put,
     borrowed_name,
     chunks_in,
@@ -121,10 +124,10 @@ def _offer(line: Line, address: Address, put: Put, path: str | os.PathLike[str],
             header = sealed_header(fd, put.header.checkpoint, put.header.rank)
             if header.root != put.header.root:
                 raise CorruptCheckpointError("it is not what is offered any more")
-            if not _ask(line, address, put, line.patience + header.file_bytes / ALLOCATES).held:
+            if not ask(line, address, put, line.patience + header.file_bytes / ALLOCATES).held:
                 _send(line, fd, header, pace)
     except (HostError, CorruptCheckpointError) as exc:
-        raise WireError(f"{os.fspath(path)} cannot be sent: {exc}") from exc
+        raise NotNowError(f"{os.fspath(path)} cannot be sent: {exc}") from exc
 
 
 def _send(line: Line, fd: int, header: SlotHeader, pace: Pace | None) -> None:
@@ -133,30 +136,21 @@ def _send(line: Line, fd: int, header: SlotHeader, pace: Pace | None) -> None:
         send_digests(line, fd, header)
         send_chunks(line, fd, header, range(header.chunks), pace)
     except WireError as exc:
-        raise _last_words(line) or exc from exc
-    answer = _heard(line)
+        raise last_words(line) or exc from exc
+    answer = heard(line)
     if answer.again:
         numbers = chunks_in(((number, 1) for number in answer.again), header.chunks)
         if numbers is None:
             raise WireError("chunks were asked for again that there are not")
         send_chunks(line, fd, header, numbers, pace)
-        answer = _heard(line)
+        answer = heard(line)
     if not answer.sealed:
         raise WireError("the other side has not sealed the replica")
 
 
-def _last_words(line: Line) -> WireError | None:
-    """Why the other side hung up, if it has said so."""
-    try:
-        answer = line.hear(Answer, LINE_LIMIT, patience=0.0)
-    except WireError:
-        return None
-    return WireError(shown(answer.error)) if answer.error else None
-
-
 def _bring(line: Line, address: Address, get: Get, wanted: frozenset[int], path: Path) -> None:
     """Add to the file at `path` what is still missing there."""
-    if not _is_begun(path, get):
+    if not is_begun(path, get):
         _bring_head(line, address, get, path)
     with opened(path, writable=True) as fd:
         header = slotfile.read_header(fd)
@@ -166,7 +160,7 @@ def _bring(line: Line, address: Address, get: Get, wanted: frozenset[int], path:
         missing = missing_chunks(fd, header, digests, wanted.union(head_chunks(header)))
         if not missing:
             return
-        answer = _ask(line, address, msgspec.structs.replace(get, ranges=ranges_of(missing)))
+        answer = ask(line, address, msgspec.structs.replace(get, ranges=ranges_of(missing)))
         source = f"{shown(answer.file)} on {shown(answer.node)}"
         if answer.header is None or answer.header.root != header.root:
             raise WireError(f"{source} is not the slot that the hashes here are of")
@@ -176,7 +170,7 @@ def _bring(line: Line, address: Address, get: Get, wanted: frozenset[int], path:
             raise WireError(f"chunk {bad[0]}{more} of {source} is not what was written")
 
 
-def _is_begun(path: Path, get: Get) -> bool:
+def is_begun(path: Path, get: Get) -> bool:
     try:
         with opened(path) as fd:
             sealed_header(fd, get.checkpoint, get.rank)
@@ -186,12 +180,19 @@ def _is_begun(path: Path, get: Get) -> bool:
 
 
 def _bring_head(line: Line, address: Address, get: Get, path: Path) -> None:
-    """A file at `path` with its header and hashes and nothing else. It appears whole, and stays once it is there."""
-    answer = _ask(line, address, msgspec.structs.replace(get, head=True))
+    """Begin the file at `path` with what `address` says of the slot."""
+    answer = ask(line, address, msgspec.structs.replace(get, head=True))
     header, source = answer.header, f"{shown(answer.file)} on {shown(answer.node)}"
     if header is None or (header.checkpoint, header.rank) != (get.checkpoint, get.rank) or flaw(header):
         raise WireError(f"{source} is not such a slot")
-    digests = receive_digests(line, header, source)
+    begin_borrowed(path, get, header, receive_digests(line, header, source))
+
+
+def begin_borrowed(path: Path, get: Get, header: SlotHeader, digests: bytes) -> None:
+    """A file at `path` with its header and hashes and nothing else. It appears whole, and stays once it is there.
+
+    Raises HostError.
+    """
     new = path.with_name(f"{path.name}.{threading.get_native_id()}.new")
     try:
         fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -200,28 +201,13 @@ def _bring_head(line: Line, address: Address, get: Get, path: Path) -> None:
             write(fd, digests, header.hashes_start)
             slotfile.write_header(fd, msgspec.structs.replace(header, sequence=0))
             with _BEGINNING:
-                if not _is_begun(path, get):
+                if not is_begun(path, get):
                     os.rename(new, path)
         finally:
             os.close(fd)
             new.unlink(missing_ok=True)
     except OSError as exc:
         raise HostError(f"{path} cannot be made: {why(exc)}") from exc
-
-
-def _ask(line: Line, address: Address, request: Get | Put, patience: Seconds | None = None) -> Answer:
-    line.connect(address)
-    line.say(request)
-    return _heard(line, patience)
-
-
-def _heard(line: Line, patience: Seconds | None = None) -> Answer:
-    answer = line.hear(Answer, LINE_LIMIT, patience)
-    if answer.denied:
-        raise AccessDeniedError(shown(answer.error))
-    if answer.error:
-        raise WireError(shown(answer.error))
-    return answer
 
 
 # --- giving and taking -----------------------------------------------------------------------------------------------
@@ -236,14 +222,15 @@ async def serve(
     node: NodeId,
     folder: str | os.PathLike[str],
     spent: Callable[[CheckpointId], bool] | None = None,
+    parity: Callable[[CheckpointId], str | None] = lambda checkpoint: None,
     on_sealed: Callable[[NodeId, Path, SlotHeader], None] | None = None,
     patience: Seconds = PATIENCE,
 ) -> None:
     """Give slots of this `node` to whoever shows `token`, and keep others' replicas in `folder`, until cancelled.
 
     `spent` says of a replica's checkpoint that it may be overwritten: a newer one is committed, or it never will be.
-    It is called in a thread. Without it the older of the two is overwritten. `lookup` and `on_sealed` (a replica is
-    whole) are called in the event loop.
+    It is called in a thread. Without it the older of the two is overwritten. `lookup`, `parity` (path of a whole one)
+    and `on_sealed` (a replica is whole) are called in the event loop.
     """
     shelf = Shelf(Path(folder), job, spent)
     limiter = anyio.CapacityLimiter(AT_ONCE)
@@ -255,6 +242,10 @@ async def serve(
             if isinstance(request, Get):
                 path = lookup(request.checkpoint, request.rank)
                 await in_thread(line, partial(_told, line, partial(_give, line, request, node, path)), limiter)
+            elif isinstance(request, GetParity):
+                found = parity(request.checkpoint)
+                giving = partial(give_parity, line, request, node, found)
+                await in_thread(line, partial(_told, line, giving), limiter)
             else:
                 sealed = await in_thread(line, partial(_told, line, partial(shelf.take, line, request)), limiter)
                 if sealed is not None and on_sealed is not None:
@@ -267,11 +258,11 @@ async def serve(
     await accept(listener, serve_one)
 
 
-async def _request(line: Line, token: str) -> Get | Put:
+async def _request(line: Line, token: str) -> Get | GetParity | Put:
     """Raises WireError, after one line of answer, where it is none, or its token is another one."""
-    kind: Any = Get | Put
+    kind: Any = Get | GetParity | Put
     try:
-        request: Get | Put = decode(await line.overhear(LINE_LIMIT), kind)
+        request: Get | GetParity | Put = decode(await line.overhear(LINE_LIMIT), kind)
     except WireError as exc:
         line.say(Answer(error=str(exc)))
         raise

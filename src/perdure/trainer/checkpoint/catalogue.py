@@ -4,7 +4,7 @@ Knows names, boxes and byte counts; reads no data and allocates nothing from a n
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -79,6 +79,8 @@ class Catalogue:
         """By shard: (source, rank, its part there), the first one is tried first."""
         self.names: list[frozenset[str]] = []
         """Of every layout that was added."""
+        self.tied: dict[str, str] = {}
+        """Second name → first name of tensors that are kept once, as far as `tie` was told."""
 
     def add(self, source: Any, rank: int, layout: Layout) -> None:
         """Raises CorruptCheckpointError where it contradicts what is there; nothing of it is taken then."""
@@ -91,6 +93,14 @@ class Catalogue:
                 boxes.setdefault(part.offsets, part)
                 self.holders.setdefault((*part.key, part.shape), []).append((source, rank, part))
         self.names.append(frozenset(part.name for part in layout.parts))
+
+    def tie(self, tied: Mapping[str, str]) -> None:
+        """Find what is kept once under its other names too."""
+        for name, first in tied.items():
+            if name not in self.wholes and first in self.wholes:
+                self.tied[name] = first
+                self.wholes[name] = self.wholes[first]
+                self.boxes[name] = self.boxes[first]
 
     def check_boxes(self) -> None:
         """Raises CorruptCheckpointError where two shards of one tensor overlap: one of them is not what it says."""

@@ -12,29 +12,34 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from perdure.errors import ConfigError, NoCheckpointError, WireError
-from perdure.vocab.checkpoint import CheckpointId
+from perdure.vocab.checkpoint import Aside, CheckpointId
 from perdure.vocab.ids import Rank
-from perdure.vocab.units import Seconds
+from perdure.vocab.units import Bytes, Seconds
 from perdure.wire.memory import (
     Attach,
     Attached,
     Close,
+    Discard,
+    Discarded,
     Fetch,
     Fetched,
     Flush,
     Flushed,
+    HasRestored,
     Refused,
     Restore,
     RestorePlan,
     Skipped,
     TrainerIn,
     TrainerOut,
+    Troubled,
+    Trusted,
     Written,
 )
 
@@ -48,7 +53,7 @@ SEND_WITHIN: Seconds = 1.0
 """A notice that does not go through for so long: the server hangs, and is as good as dead."""
 _OUT = msgspec.json.Decoder(TrainerOut)
 
-Answer = TypeVar("Answer", Attached, RestorePlan, Fetched, Flushed)
+Answer = TypeVar("Answer", Attached, RestorePlan, Discarded, Fetched, Flushed)
 
 
 class Granted(msgspec.Struct, frozen=True):
@@ -62,8 +67,9 @@ class Granted(msgspec.Struct, frozen=True):
 class MemoryClient:
     """One connection at a time; a new one after each loss. Not for several threads, but for notices."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, on_trouble: Callable[[str], None] = lambda text: None) -> None:
+        """`on_trouble` hears what the server wants to be told to the user."""
+        self.path, self._on_trouble = path, on_trouble
         self._link: socket.socket | None = None
         self._sending = threading.Lock()
         self._asked = 0
@@ -139,6 +145,12 @@ class MemoryClient:
     def skipped(self, checkpoint: CheckpointId) -> None:
         self._send(Skipped(checkpoint=checkpoint))
 
+    def restored(self, checkpoint: CheckpointId, seconds: Seconds, sources: Mapping[str, Bytes]) -> None:
+        self._send(HasRestored(checkpoint=checkpoint, seconds=seconds, sources=sources))
+
+    def trusted(self) -> None:
+        self._send(Trusted())
+
     def close(self) -> None:
         """Say that this trainer has ended well."""
         if self._link is not None:
@@ -157,9 +169,13 @@ class MemoryClient:
 
     # --- questions ---------------------------------------------------------------------------------------------------
 
-    def restore(self, step: int | None, within: Seconds) -> RestorePlan:
+    def restore(self, wanted: Restore, within: Seconds) -> RestorePlan:
         """Waits for all ranks. Raises NoCheckpointError, ConfigError, WireError."""
-        return self._ask(Restore(step=step, id=self._next()), RestorePlan, within)
+        return self._ask(msgspec.structs.replace(wanted, id=self._next()), RestorePlan, within)
+
+    def discard(self, aside: Aside, within: Seconds) -> None:
+        """Returns when the node will remember it. Raises ConfigError, WireError."""
+        self._ask(Discard(id=self._next(), aside=aside), Discarded, within)
 
     def fetch(self, rank: int, chunks: Sequence[int]) -> str:
         """Path of a sparse slot file with these chunks of that rank's slot. Raises WireError where nobody has them."""
@@ -185,7 +201,7 @@ class MemoryClient:
         self._asked += 1
         return self._asked
 
-    def _ask(self, question: Restore | Fetch | Flush, kind: type[Answer], within: Seconds) -> Answer:
+    def _ask(self, question: Restore | Discard | Fetch | Flush, kind: type[Answer], within: Seconds) -> Answer:
         until = time.monotonic() + within
         self._send(question)
         while (found := self._receive(until)) is not None:
@@ -234,11 +250,15 @@ class MemoryClient:
                 raise WireError("the memory server is gone")
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise WireError("the memory server sent more than fits into a packet")
-            return _OUT.decode(data), list(fds)
+            message = _OUT.decode(data)
         except (WireError, msgspec.DecodeError) as problem:
             _close_all(fds)
             self.drop()
             raise WireError(str(problem)) from problem
+        if isinstance(message, Troubled):
+            self._on_trouble(message.text)
+            return self._receive(until)
+        return message, list(fds)
 
 
 _CLOEXEC = socket.MSG_CMSG_CLOEXEC

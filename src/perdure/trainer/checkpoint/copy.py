@@ -10,24 +10,31 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import xxhash
 
 from perdure.trainer.checkpoint.tail import dtype_named
 from perdure.vocab.checkpoint import TensorPart
 from perdure.vocab.units import Bytes
 from perdure.wire.slotfile import map_slot, populate
-from perdure.wire.slots import DATA_START
+from perdure.wire.slots import CHUNK, DATA_START, HASH
 
 PIECE: Bytes = 8 << 20
 """Copied by one thread at a time: large enough that taking the next one costs nothing, small enough to share out."""
 _ALONE: Bytes = 256 << 10
 """Smaller tensors are copied by the calling thread: two threads would spend the time on the GIL."""
+_IN_CACHE: Bytes = 1 << 20
+"""Read back at a time: small enough to be in a core's cache still when it is copied after it was hashed."""
+
+_PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
 
 Move = tuple[int, int, int]
 """(to address, from address, bytes)."""
+Task = Callable[[], None]
 
 
 def default_threads() -> int:
@@ -41,7 +48,7 @@ class Copiers:
     def __init__(self, threads: int) -> None:
         self.threads = max(1, threads)
         self._pid = 0
-        self._work: queue.SimpleQueue[deque[Move]] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Task] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def run(self, moves: Iterable[Move]) -> None:
@@ -50,13 +57,18 @@ class Copiers:
         if self.threads == 1 or len(large) <= 1:
             _copy(deque((*small, *large)))
             return
-        self._start()
-        pieces = deque(large)
-        helpers = min(self.threads, len(large)) - 1
+        self.share(partial(_copy, deque(large)), len(large), first=partial(_copy, deque(small)))
+
+    def share(self, task: "Task", pieces: int, first: "Task | None" = None) -> None:
+        """Have as many threads do `task` as there are `pieces` for; this one does `first` before. None may raise."""
+        helpers = min(self.threads, pieces) - 1
+        if helpers > 0:
+            self._start()
         for _ in range(helpers):
-            self._work.put(pieces)
-        _copy(deque(small))
-        _copy(pieces)
+            self._work.put(task)
+        if first is not None:
+            first()
+        task()
         for _ in range(helpers):
             self._done.get()
 
@@ -71,9 +83,9 @@ class Copiers:
             ).start()
 
 
-def _serve(work: "queue.SimpleQueue[deque[Move]]", done: "queue.SimpleQueue[None]") -> None:
+def _serve(work: "queue.SimpleQueue[Task]", done: "queue.SimpleQueue[None]") -> None:
     while True:
-        _copy(work.get())
+        work.get()()
         done.put(None)
 
 
@@ -110,18 +122,25 @@ class SlotMap:
         populate(self._map)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self.address: int = self.bytes.data_ptr()
-        self._pinned = False
+        self.is_pinned = False
 
-    def pin(self) -> None:
-        """Register it with the CUDA driver, once, so that copies from a device need no bounce buffer."""
-        if self._pinned:
-            return
-        torch.cuda.cudart().cudaHostRegister(self.address, len(self._map), 0)
-        self._pinned = True
+    def pin(self) -> bool:
+        """Register it with the CUDA driver, once, so that copies from a device need no bounce buffer; gives whether.
+
+        Where the driver refuses, copies are slower and wait for the device, and nothing else changes.
+        """
+        if not self.is_pinned:
+            self.is_pinned = int(torch.cuda.cudart().cudaHostRegister(self.address, len(self._map), _PORTABLE)) == 0
+        return self.is_pinned
 
     def view(self, part: TensorPart) -> torch.Tensor:
         """The place of a part, as a tensor."""
         return viewed(self.bytes[DATA_START + part.start : DATA_START + part.start + part.nbytes], part)
+
+    @property
+    def map(self) -> mmap.mmap:
+        """The whole file, to be read."""
+        return self._map
 
     def write(self, start: int, data: bytes) -> None:
         """Bytes of the file from `start` on."""
@@ -131,7 +150,7 @@ class SlotMap:
         """Drop it. The memory goes when the last tensor on it does."""
         if self.fd < 0:
             return
-        if self._pinned:
+        if self.is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self.address)
         del self.bytes
         os.close(self.fd)
@@ -141,6 +160,11 @@ class SlotMap:
 def viewed(flat: torch.Tensor, part: TensorPart) -> torch.Tensor:
     """Bytes as the tensor that they are."""
     return flat.view(dtype_named(part.dtype)).view(part.shape)
+
+
+def part_of(data: memoryview, part: TensorPart) -> torch.Tensor:
+    """A part of `data` (a slot's, from DATA_START on) as the tensor that it is; nothing is copied."""
+    return viewed(torch.frombuffer(data, dtype=torch.uint8)[part.start : part.start + part.nbytes], part)
 
 
 def into_slot(
@@ -154,11 +178,46 @@ def into_slot(
 
 
 def out_of(
-    data: memoryview, moves: Sequence[tuple[int, int, int]], rest: Sequence[tuple[TensorPart, Any]], copiers: Copiers
-) -> None:
-    """Copy `data` (a slot's, from DATA_START on; writable) into tensors: the way back."""
-    flat = torch.frombuffer(data, dtype=torch.uint8)
-    base = flat.data_ptr()
-    copiers.run((address, base + start, count) for start, address, count in moves)
-    for part, tensor in rest:
-        tensor.copy_(viewed(flat[part.start : part.start + part.nbytes], part))
+    data: memoryview, digests: memoryview, moves: Sequence[tuple[int, int, int]], copiers: Copiers
+) -> tuple[int, ...]:
+    """The way back: copy parts of `data` (a slot's, from DATA_START on) to (start, address, bytes), and hash all of it.
+
+    Gives the numbers of chunks that are not what `digests` say: what was copied from them is not to be used. Hashing
+    and copying go over the memory once, together.
+    """
+    if not data.nbytes:
+        return ()
+    base = torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+    cuts = _cut(moves, data.nbytes)
+    numbers, bad = deque(range(-(-data.nbytes // CHUNK))), deque[int]()
+
+    def work() -> None:
+        take, move = numbers.popleft, ctypes.memmove
+        while True:
+            try:
+                number = take()
+            except IndexError:
+                return
+            start, digest = number * CHUNK, xxhash.xxh3_128()
+            for at in range(start, min(start + CHUNK, data.nbytes), _IN_CACHE):
+                with data[at : min(at + _IN_CACHE, start + CHUNK)] as piece:
+                    digest.update(piece)
+                for begin, address, count in cuts[at // _IN_CACHE]:
+                    move(address, base + begin, count)
+            if digest.digest() != digests[number * HASH : (number + 1) * HASH]:
+                bad.append(number)
+
+    copiers.share(work, len(numbers))
+    return tuple(sorted(bad))
+
+
+def _cut(moves: Iterable[tuple[int, int, int]], nbytes: Bytes) -> list[list[tuple[int, int, int]]]:
+    """(start, address, bytes) by the piece of `_IN_CACHE` bytes that they are in; those that are in several are cut."""
+    cuts: list[list[tuple[int, int, int]]] = [[] for _ in range(-(-nbytes // _IN_CACHE))]
+    for start, address, count in moves:
+        at = start
+        while at < start + count:
+            end = min(start + count, (at // _IN_CACHE + 1) * _IN_CACHE)
+            cuts[at // _IN_CACHE].append((at, address + at - start, end - at))
+            at = end
+    return cuts

@@ -1,4 +1,4 @@
-"""Files of torch.distributed.checkpoint, made from sealed slots and read back, without a process group.
+"""Files of torch.distributed.checkpoint, made from sealed slots, without a process group.
 
 Knows what torch's own loader expects; decides nothing about when, and reads no pickle.
 """
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
@@ -32,9 +32,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from perdure.errors import CorruptCheckpointError
-from perdure.store.manifest import FileRecord, Manifest, Part, TensorRecord, ValueRecord, check_parts, pieces_of
+from perdure.store.manifest import FileRecord, Part, TensorRecord, ValueRecord, pieces_of
 from perdure.store.medium import Medium
-from perdure.store.reading import open_checked, open_committed, part_in
 from perdure.store.sink import Pace
 from perdure.trainer.checkpoint.tail import dtype_named
 from perdure.vocab.checkpoint import TensorPart
@@ -75,23 +74,15 @@ def share_of(rank: int, parts: Sequence[TensorPart], group: Sequence[int]) -> tu
 
 
 class _Files(FileSystemBase):
-    """What torch's reader and writer take for a file system: one folder of a store."""
+    """What torch's writer takes for a file system: one folder of a store."""
 
-    def __init__(self, medium: Medium, pace: Pace, records: Mapping[str, FileRecord] | None = None) -> None:
+    def __init__(self, medium: Medium, pace: Pace) -> None:
         self._medium = medium
         self._pace = pace
-        self._records = records or {}
         self.written: list[FileRecord] = []
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        if mode == "rb":
-            name, _, file = str(path).partition("/")
-            if file not in self._records:
-                raise CorruptCheckpointError(f"there is no {file} in {name}")
-            with open_checked(self._medium, name, self._records[file]) as opened:
-                yield opened
-            return
         sink = self._medium.create(str(path), self._pace)
         try:
             yield sink
@@ -223,6 +214,11 @@ def metadata_of(parts: Sequence[Part], folder: str) -> Metadata:
             index = MetadataIndex(name, piece.offsets, len(chunks) - 1)
             places[index] = _StorageInfo(piece.file, piece.start, piece.nbytes)
         known[name] = TensorStorageMetadata(_properties(pieces[0].dtype), torch.Size(pieces[0].whole), chunks)
+    for name, first in tied_of(parts).items():  # the same bytes under each of their names
+        if name not in known and first in known:
+            known[name] = known[first]
+            for number, chunk in enumerate(known[first].chunks):
+                places[MetadataIndex(name, chunk.offsets, number)] = places[MetadataIndex(first, chunk.offsets, number)]
     for part in parts:
         for value in part.values:
             if value.name not in known:
@@ -235,6 +231,11 @@ def metadata_of(parts: Sequence[Part], folder: str) -> Metadata:
         storage_meta=StorageMeta(checkpoint_id=folder),
         version=CURRENT_DCP_VERSION,
     )
+
+
+def tied_of(parts: Iterable[Part]) -> dict[str, str]:
+    """Second name → first name of tensors that all parts together keep once."""
+    return {name: first for part in parts for name, first in part.tied.items()}
 
 
 def paths_of(names: Iterable[str]) -> dict[str, Path]:
@@ -261,39 +262,3 @@ def _path_of(name: str, optimizers: set[str]) -> Path:
 def encode_metadata(metadata: Metadata) -> bytes:
     """The bytes of `.metadata`."""
     return pickle.dumps(metadata)
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
-class StoredReader(FileSystemReader):
-    """For `torch.distributed.checkpoint.load(…, storage_reader=…)`: a committed checkpoint, each byte checked as read.
-
-    The index is made from the parts: torch's own `.metadata`, a pickle, is not opened. Values that are no tensors are
-    in the tails (`store.reading.read_tail`), where no pickle is needed for them either.
-    """
-
-    def __init__(self, url: str, name: str) -> None:
-        """Raises CorruptCheckpointError, ConfigError, HostError."""
-        super().__init__(name)
-        self._medium, self.manifest = open_committed(url, name)
-        self.parts = read_all_parts(self._medium, name, self.manifest)
-        check_parts(self.parts, self.manifest.checkpoint, self.manifest.by_rank)
-        self.fs = _Files(self._medium, Pace(None), {record.name: record for record in self.manifest.files})
-        self.path = name
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = metadata_of(self.parts, self.path)
-        values = [name for name, kind in metadata.state_dict_metadata.items() if isinstance(kind, BytesStorageMetadata)]
-        for name in values:
-            del metadata.state_dict_metadata[name], metadata.planner_data[name]
-        return metadata
-
-
-def read_all_parts(medium: Medium, name: str, manifest: Manifest) -> tuple[Part, ...]:
-    """Raises CorruptCheckpointError where one is damaged, or names a file that is not in the manifest as it says."""
-    parts = tuple(part_in(medium, name, rank) for rank in manifest.ranks)
-    known = set(manifest.files)
-    if not all(record in known for part in parts for record in part.files):
-        raise CorruptCheckpointError(f"the parts and the manifest of {name} in {medium.address} disagree")
-    return parts

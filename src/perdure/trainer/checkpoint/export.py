@@ -5,17 +5,23 @@ A child of `perdure checkpoint export`, which imports no torch. Every byte is ch
 
 import os
 import sys
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from perdure.errors import PerdureError
 from perdure.store.medium import reason_of
-from perdure.store.reading import read_tail
-from perdure.trainer.checkpoint.distcp import Path, StoredReader, paths_of
-from perdure.trainer.checkpoint.tail import decode_tail
+from perdure.store.reading import open_committed, read_parts
+from perdure.trainer.checkpoint.catalogue import dtype_of
+from perdure.trainer.checkpoint.distcp import Path, paths_of, tied_of
+from perdure.trainer.checkpoint.reader import load
+from perdure.vocab.checkpoint import Chosen, Stored
+from perdure.wire.memory import RestorePlan
+
+ANOTHER_WORLD = 0
+"""We are no rank of the world that wrote it, and want all of it."""
 
 
 def main(argv: list[str]) -> int:
@@ -50,14 +56,20 @@ def export(url: str, name: str, target: str) -> None:
 
 def load_whole(url: str, name: str) -> dict[str, Any]:
     """Everything that all ranks share, in this process's memory."""
-    reader = StoredReader(url, name)
-    flat: dict[str, Any] = {
-        key: torch.empty(known.size, dtype=known.properties.dtype)
-        for key, known in reader.read_metadata().state_dict_metadata.items()
-    }
-    if flat:
-        dcp.load(flat, storage_reader=reader)
-    for key, value in decode_tail(read_tail(url, name, reader.manifest.ranks[0])).shared.items():
+    _, manifest = open_committed(url, name)
+    checkpoint, world = manifest.checkpoint, manifest.world_size
+    stored = Stored(checkpoint=checkpoint, path=name, world_size=world, nbytes=manifest.nbytes)
+    chosen = Chosen(checkpoint=checkpoint, world_size=world, stored=stored)
+    flat: dict[str, Any] = {}
+
+    def make(wholes: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, torch.Tensor]:
+        flat.update({key: torch.empty(shape, dtype=dtype_of(dtype)) for key, (shape, dtype) in wholes.items()})
+        return dict(flat)
+
+    found = load(RestorePlan(id=0, chosen=chosen), None, make, rank=0, world_size=ANOTHER_WORLD, store=url)
+    tied = tied_of(read_parts(url, name))
+    flat.update({key: flat[first] for key, first in tied.items() if key not in flat and first in flat})
+    for key, value in found.shared.items():
         flat.setdefault(key, value)
     paths = paths_of(flat)
     whole: dict[str, Any] = {}

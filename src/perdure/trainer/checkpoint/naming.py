@@ -3,10 +3,13 @@
 Knows nested dictionaries and wrapped modules; copies nothing.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+
+from perdure.errors import ConfigError
 
 Path = tuple[str, ...]
 _WRAPPED = {
@@ -16,6 +19,14 @@ _WRAPPED = {
     "CheckpointWrapper": "_checkpoint_wrapped_module",
 }
 """Classes whose one child has no name of its own, as torch.distributed.checkpoint.state_dict sees it."""
+
+
+def step_in(checkpoint_id: object) -> int:
+    """The last number in DCP's `checkpoint_id`. Raises ConfigError where there is none."""
+    found = re.search(r"(\d+)\D*\Z", str(checkpoint_id))
+    if checkpoint_id is None or found is None:
+        raise ConfigError(f"checkpoint_id={checkpoint_id!r} names no step: give it, as in checkpoint_id=f'{{step}}'")
+    return int(found[1])
 
 
 def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:

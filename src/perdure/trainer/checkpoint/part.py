@@ -1,5 +1,7 @@
 """One rank's part of a stored checkpoint, written from its sealed slot; and the end, when all parts are there."""
 
+from collections.abc import Callable
+
 from perdure.errors import ConfigError, CorruptCheckpointError, HostError
 from perdure.store.address import open_medium
 from perdure.store.checkpoints import digest_of, write_whole
@@ -21,13 +23,14 @@ from perdure.store.reading import part_in
 from perdure.store.sink import Pace
 from perdure.trainer.checkpoint.distcp import encode_metadata, group_of, metadata_of, share_of, write_data
 from perdure.trainer.checkpoint.sources import SealedSlot
-from perdure.trainer.checkpoint.tail import decode_tail
+from perdure.trainer.checkpoint.tail import decode_tail, tied_in
 from perdure.vocab.ids import Rank
+from perdure.vocab.units import Bytes
 from perdure.wire.memory import DrainRequest
 
 
-def write(request: DrainRequest, rank: int) -> int:
-    """Write the part of `rank`, or find that it is there already; gives its bytes.
+def write(request: DrainRequest, rank: int, on_bytes: Callable[[Bytes], None] | None = None) -> int:
+    """Write the part of `rank`, or find that it is there already; gives its bytes. `on_bytes` hears how it gets on.
 
     Raises CorruptCheckpointError where the slot is not what was sealed, HostError or OSError where the store refuses.
     """
@@ -43,17 +46,18 @@ def write(request: DrainRequest, rank: int) -> int:
         if part is None:
             if _is_committed(medium, request.name):
                 raise HostError(f"{request.name} is in {request.store} already, with other bytes; drop one of the two")
-            part = _write(request, medium, slot, group)
+            part = _write(medium, slot, group, request, Pace(request.bytes_per_second, on_bytes))
     finally:
         slot.close()
     return sum(record.nbytes for record in part.files)
 
 
-def _write(request: DrainRequest, medium: Medium, slot: SealedSlot, group: tuple[Rank, ...]) -> Part:
-    rank, pace = slot.header.rank, Pace(request.bytes_per_second)
+def _write(medium: Medium, slot: SealedSlot, group: tuple[Rank, ...], request: DrainRequest, pace: Pace) -> Part:
+    rank = slot.header.rank
     layout, tail = slot.layout(), slot.tail()
     tensors = [(part, slot.read(part, 0, part.nbytes)) for part in share_of(rank, layout.parts, group)]
-    values = decode_tail(tail).shared if rank == min(_ranks(request)) else {}
+    shared = decode_tail(tail).shared
+    values = shared if rank == min(_ranks(request)) else {}
     names = {part.name for part in layout.parts}
     values = {name: value for name, value in values.items() if name not in names}
     medium.make(f"{request.name}/parts")
@@ -71,6 +75,7 @@ def _write(request: DrainRequest, medium: Medium, slot: SealedSlot, group: tuple
         files=(*files, kept),
         tensors=pieces,
         values=singles,
+        tied=tied_in(shared),
     )
     write_whole(medium, f"{request.name}/{part_name(rank)}", seal(part))
     return part

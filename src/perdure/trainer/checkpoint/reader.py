@@ -7,7 +7,7 @@ it is known that every byte that is wanted exists; no collective is used.
 import io
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from perdure.errors import ConfigError, CorruptCheckpointError
+from perdure.errors import ConfigError, CorruptCheckpointError, NoCheckpointError
 from perdure.trainer.checkpoint.catalogue import Catalogue, dtype_of, listed
+from perdure.trainer.checkpoint.naming import step_in
 from perdure.trainer.checkpoint.sources import BAD_SOURCE, Lender
 from perdure.trainer.checkpoint.tiers import Tiers
 from perdure.vocab.checkpoint import TensorPart
@@ -52,11 +53,24 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     """Names that only the checkpoint has."""
 
 
-class TierReader(StorageReader):
-    """For `torch.distributed.checkpoint.load(state, storage_reader=TierReader(tiers))`, from any tier, any world."""
+class Giver(Protocol):
+    """A `Checkpoint` or a `TierWriter`: what has a line to the memory server."""
 
-    def __init__(self, tiers: Tiers) -> None:
-        self._tiers = tiers
+    def tiers(self, step: int | None = None) -> tuple[int, Tiers | None]:
+        """(the next step to do, what can be read; None: nothing)"""
+
+
+class TierReader(StorageReader):
+    """For `torch.distributed.checkpoint.load(state, storage_reader=TierReader(writer))`, from any tier, any world.
+
+    `checkpoint_id=` names a step by its last number; without it the newest complete one is loaded. Random numbers and
+    what is a rank's own (positions in the data) are not DCP's to load: `Checkpoint.restore` puts them back.
+    """
+
+    def __init__(self, source: Giver | Tiers) -> None:
+        """`source`: the `TierWriter` that saves, or a `Checkpoint`."""
+        self._giver = None if isinstance(source, Tiers) else source
+        self._found = source if isinstance(source, Tiers) else None
         self.sources: dict[str, Bytes] = {}
         """Bytes read, by source."""
 
@@ -64,14 +78,43 @@ class TierReader(StorageReader):
     def nbytes(self) -> Bytes:
         return sum(self.sources.values())
 
+    def start(self, step: int | None = None) -> int:
+        """Ask, with all ranks, what is to be loaded; gives the next step to do. 0: there is nothing to load.
+
+        Raises as `Checkpoint.restore`.
+        """
+        if self._giver is None:
+            raise ConfigError("this reader was made for one checkpoint; make it of the TierWriter or the Checkpoint")
+        self.close()
+        start, self._found = self._giver.tiers(step)
+        return start
+
+    def close(self) -> None:
+        """Let go of what was found."""
+        if self._giver is not None and self._found is not None:
+            self._found.close()
+            self._found = None
+
     # DCP calls these in this order.
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        self.sources = {}
+        if checkpoint_id is not None and self._giver is not None:
+            step = step_in(checkpoint_id)
+            if self._found is None or self._found.checkpoint.step != step:
+                self.start(step)
+
+    @property
+    def _tiers(self) -> Tiers:
+        if self._found is None:
+            self.start()
+        if self._found is None:
+            raise NoCheckpointError("there is no checkpoint to load; ask TierReader.start() first: it gives 0 then")
+        return self._found
 
     def read_metadata(self) -> Metadata:
-        """Of the whole checkpoint. Raises CorruptCheckpointError where no source knows a rank's layout."""
+        """Of the whole checkpoint; all ranks ask. Raises CorruptCheckpointError where no source knows a layout."""
         self._tiers.know_all()
+        self._tiers.learn_tied()
         tensors = _metadata(self._tiers.catalogue)
         values = {name: BytesStorageMetadata() for name in self._tiers.shared() if name not in tensors}
         return Metadata(state_dict_metadata={**values, **tensors})
@@ -87,6 +130,7 @@ class TierReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "torch.futures.Future[None]":
         """Raises CorruptCheckpointError, naming all that was tried, where no source of a shard is good."""
+        self.sources = {}
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR and 0 not in item.lengths]
         tensors.sort(key=self._place)
         for source, rank, spans in self._tiers.wanted(map(self._span, tensors)):
@@ -101,6 +145,7 @@ class TierReader(StorageReader):
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, _pickled(self._tiers.shared()[item.dest_index.fqn]))
         self._tiers.confirm()
+        self.close()  # each load asks anew
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done
@@ -215,6 +260,8 @@ def _know_enough(tiers: Tiers, targets: Mapping[str, torch.Tensor] | Make) -> Ma
             state = dict(wanted)
             if not _holes(_planner(catalogue, state).create_local_plan(), state):
                 break
+    if any(name not in catalogue.wholes for name in wanted or ()):
+        tiers.learn_tied()
     absent = [name for name in wanted or () if name not in catalogue.wholes]
     if wanted is None or (absent and tiers.tried):
         what = listed(absent) if absent else "its layouts"
@@ -235,7 +282,10 @@ def _compare(
     shared = tiers.shared()
     wanted = set(targets) | set(shared if values is None else values)
     there = set(wholes) | set(shared)
-    missing, extra = tuple(sorted(wanted - there)), tuple(sorted(there - wanted))
+    tied = tiers.catalogue.tied
+    known = wanted | {tied[name] for name in wanted if name in tied}  # one name of a tied tensor stands for all
+    missing = tuple(sorted(wanted - there))
+    extra = tuple(sorted(name for name in there - known if tied.get(name) not in known))
     both = sorted(set(wholes) & set(targets))
     shapes = [
         f"{n} {tuple(targets[n].shape)} ≠ {wholes[n][0]}" for n in both if not _fits(tiers.catalogue, n, targets[n])

@@ -1,6 +1,7 @@
 """A chosen checkpoint back into the very tensors: straight from this node's slot where it fits, else by the reader.
 
-Knows the plan that all ranks were given; does not choose. Nothing is changed before it is verified that all is there.
+Knows the plan that all ranks were given; does not choose. What a damaged slot has put into a tensor is overwritten from
+the next source; where there is none, the restore raises.
 """
 
 import time
@@ -12,15 +13,14 @@ import torch
 
 from perdure.errors import ConfigError, CorruptCheckpointError
 from perdure.trainer.checkpoint import positions, randomness
-from perdure.trainer.checkpoint.copy import Copiers, out_of
+from perdure.trainer.checkpoint.copy import Copiers, out_of, part_of
 from perdure.trainer.checkpoint.layout import Bound, bind
-from perdure.trainer.checkpoint.sources import Lender, SealedSlot
+from perdure.trainer.checkpoint.sources import Lender, Mapped, SealedSlot
 from perdure.trainer.checkpoint.state import State
-from perdure.trainer.checkpoint.tail import decode_tail
+from perdure.trainer.checkpoint.tail import decode_tail, tied_in
 from perdure.vocab.checkpoint import CheckpointId, Layout
 from perdure.vocab.units import Bytes, Seconds
 from perdure.wire.memory import RestorePlan
-from perdure.wire.slots import DATA_START
 
 
 class World(msgspec.Struct, frozen=True):
@@ -54,29 +54,35 @@ def fill(
     *,
     strict: bool = True,
     merge: positions.Merge | None = None,
+    mapped: Mapped | None = None,
+    known: Bound | None = None,
 ) -> Restored:
-    """Raises ConfigError where the checkpoint does not fit, CorruptCheckpointError where no good copy is left."""
+    """`mapped` and `known` spare time: memory of slots that is faulted in, and the layout that was saved last.
+
+    Raises ConfigError where the checkpoint does not fit, CorruptCheckpointError where no good copy is left."""
     checkpoint = plan.chosen.checkpoint
     if checkpoint is None:
         raise ConfigError("the plan names no checkpoint")
     begin = time.perf_counter()
-    found = _straight(state, plan, world, copiers)
+    found = _straight(state, plan, world, copiers, mapped, known)
     if found is None:
         found = _by_reader(state, plan, lender, world, strict=strict, merge=merge)
     return msgspec.structs.replace(found, seconds=time.perf_counter() - begin)
 
 
-def _straight(state: State, plan: RestorePlan, world: World, copiers: Copiers) -> Restored | None:
+def _straight(
+    state: State, plan: RestorePlan, world: World, copiers: Copiers, mapped: Mapped | None, known: Bound | None
+) -> Restored | None:
     """From this rank's own slot in this node's memory; None where it is not here, does not fit, or is damaged."""
     checkpoint, path = plan.chosen.checkpoint, plan.here.get(world.rank)
     if checkpoint is None or path is None or plan.chosen.world_size != world.size:
         return None
     try:
-        slot = SealedSlot(path, checkpoint, world.rank)
+        slot = SealedSlot(path, checkpoint, world.rank, mapped)
     except CorruptCheckpointError:
         return None  # the reader tries again, and then goes to the next source
     try:
-        return _from_slot(state, slot, checkpoint, world, copiers)
+        return _from_slot(state, slot, checkpoint, world, copiers, known)
     except CorruptCheckpointError:
         return None
     finally:
@@ -84,22 +90,25 @@ def _straight(state: State, plan: RestorePlan, world: World, copiers: Copiers) -
 
 
 def _from_slot(
-    state: State, slot: SealedSlot, checkpoint: CheckpointId, world: World, copiers: Copiers
+    state: State, slot: SealedSlot, checkpoint: CheckpointId, world: World, copiers: Copiers, known: Bound | None
 ) -> Restored | None:
-    layout = slot.layout()
+    layout = known.layout if known is not None and known.hash == slot.header.layout else slot.layout()
     tail = decode_tail(slot.tail())
-    data = slot.bytes_at(DATA_START, layout.data_bytes)  # every chunk is verified here
-    targets = state.targets({part.name: (part.whole, part.dtype) for part in layout.parts})
-    bound = bind(targets, world.rank, world.size)
-    if not _fits(bound, layout):
+    targets = state.targets({part.name: (part.whole, part.dtype) for part in layout.parts}, tied_in(tail.shared))
+    bound = bind(targets, world.rank, world.size, known)
+    if bound.hash != slot.header.layout and not _fits(bound, layout):
         return None
     starts = {part.key: part.start for part in layout.parts}
     flat = [(starts[key], address, count) for key, (_, address, count) in _with_keys(bound)]
     rest = [(msgspec.structs.replace(part, start=starts[part.key]), tensor) for part, tensor in bound.rest]
     slot.confirm()
     with torch.no_grad():
-        if layout.data_bytes:
-            out_of(data, flat, rest, copiers)
+        chunks, digests = slot.chunks_with(layout.data_bytes)
+        bad = out_of(chunks, digests, flat, copiers)
+        if bad:
+            raise CorruptCheckpointError(f"{slot.path}: chunk {bad[0]} is not what was sealed")
+        for part, tensor in rest:
+            tensor.copy_(part_of(chunks, part))
         slot.confirm()
         state.put(tail.shared, tail.own)
     nbytes = sum(part.nbytes for part in layout.parts)
@@ -130,7 +139,7 @@ def _by_reader(
 
     checkpoint = plan.chosen.checkpoint
     assert checkpoint is not None
-    targets = state.targets(_wholes(state, plan, lender, world))
+    targets = state.targets(*_wholes(state, plan, lender, world))
     found = load(plan, lender, targets, rank=world.rank, world_size=world.size, store=world.store, strict=strict)
     if found.own is not None:
         state.put(found.shared, found.own, strict=strict)
@@ -147,8 +156,10 @@ def _by_reader(
     )
 
 
-def _wholes(state: State, plan: RestorePlan, lender: Lender, world: World) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Names, shapes and dtypes in the checkpoint, from as few layouts as tell of all tensors that are here."""
+def _wholes(
+    state: State, plan: RestorePlan, lender: Lender, world: World
+) -> tuple[dict[str, tuple[tuple[int, ...], str]], dict[str, str]]:
+    """Names, shapes and dtypes in the checkpoint, from as few layouts as tell of all tensors here; and tied ones."""
     from perdure.trainer.checkpoint.tiers import Tiers
 
     here = set(state.gather().tensors)
@@ -157,7 +168,9 @@ def _wholes(state: State, plan: RestorePlan, lender: Lender, world: World) -> di
         for _ in tiers.learn():
             if here and here <= set(tiers.catalogue.wholes):
                 break
-        return dict(tiers.catalogue.wholes)
+        wholes = dict(tiers.catalogue.wholes)
+        tiers.learn_tied()
+        return wholes, tiers.catalogue.tied
     finally:
         tiers.close()
 

@@ -71,6 +71,17 @@ class Seat:
             return None
         return Copying(index, slot, header, checkpoint, writer)
 
+    def mapped(self, fd: int) -> mmap.mmap | None:
+        """The map of the slot whose file `fd` is, where it is one of these."""
+        status = os.fstat(fd)
+        wanted = (status.st_dev, status.st_ino, status.st_size)
+        return next((slot.map for slot in self.slots if slot.identity == wanted), None)
+
+    def pin(self) -> None:
+        """Register all slots with the CUDA driver."""
+        for slot in self.slots:
+            slot.pin()
+
     def close(self) -> None:
         for slot in self.slots:
             slot.close()

@@ -6,12 +6,13 @@ keeps is in `stored`.
 
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from perdure.errors import CorruptCheckpointError, HostError, WireError
 from perdure.trainer.checkpoint.catalogue import check_layout
 from perdure.vocab.checkpoint import CheckpointId, Layout, SlotState, TensorPart
+from perdure.vocab.units import Bytes
 from perdure.wire.digest import chunk_digests, root_of
 from perdure.wire.digest import layout_hash as hash_of
 from perdure.wire.slotfile import decode_layout, open_slot, read_digests, read_header
@@ -28,6 +29,8 @@ BAD_SOURCE = (CorruptCheckpointError, HostError, WireError, OSError)
 
 Span = tuple[TensorPart, int, int]
 """A part, the first byte wanted of it, and how many."""
+Mapped = Callable[[int], "mmap.mmap | None"]
+"""Shared map of the file of that descriptor, where there is one. It is read, and never written."""
 
 
 class SlotSource(Protocol):
@@ -73,9 +76,13 @@ class Lender(Protocol):
 class SealedSlot:
     """One sealed slot file, mapped; a chunk is hashed when it is first touched, and once only."""
 
-    def __init__(self, path: str, checkpoint: CheckpointId, rank: int) -> None:
-        """Raises CorruptCheckpointError: not sealed, of another checkpoint or rank, or its hashes are damaged."""
+    def __init__(self, path: str, checkpoint: CheckpointId, rank: int, mapped: "Mapped | None" = None) -> None:
+        """`mapped` gives the memory of files that this process has mapped and faulted in already.
+
+        Raises CorruptCheckpointError: not sealed, of another checkpoint or rank, or its hashes are damaged.
+        """
         self.path = path
+        self._mapped = mapped
         try:
             self._fd = open_slot(path)
         except OSError as exc:
@@ -95,7 +102,8 @@ class SealedSlot:
         if root_of(self._digests, self.header.layout, checkpoint) != self.header.root:
             raise CorruptCheckpointError("its hashes do not fit its root hash")
         # Private, so that torch may have a writable view without being able to change the slot; nothing is copied.
-        self._map = mmap.mmap(
+        known = None if self._mapped is None else self._mapped(self._fd)
+        self._map = known or mmap.mmap(
             self._fd, self.header.file_bytes, mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
         )
         self._view = memoryview(self._map)
@@ -130,6 +138,12 @@ class SealedSlot:
         if count:
             self._verify(range((start - DATA_START) // CHUNK, (start + count - 1 - DATA_START) // CHUNK + 1))
         return self._view[start : start + count]
+
+    def chunks_with(self, nbytes: Bytes) -> tuple[memoryview, memoryview]:
+        """The chunks that have the first `nbytes` of the data, and their hashes: NOT verified."""
+        count = -(-nbytes // CHUNK)
+        end = min(DATA_START + count * CHUNK, self.header.hashes_start)
+        return self._view[DATA_START:end], memoryview(self._digests)[: count * HASH]
 
     def _verify(self, chunks: range) -> None:
         for run in _runs(chunk for chunk in chunks if chunk not in self._good):

@@ -6,6 +6,7 @@ checkpoint comes from. Tensors of modules and optimizers are the living ones: fi
 
 import os
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -15,10 +16,8 @@ from perdure.trainer.checkpoint import randomness
 from perdure.trainer.checkpoint.layout import drop_tied, is_distributed
 from perdure.trainer.checkpoint.naming import leaves, mapped, plain_name, prefixes
 from perdure.trainer.checkpoint.optimizers import OptimizerItem, Whole
-from perdure.trainer.checkpoint.tail import dtype_named
+from perdure.trainer.checkpoint.tail import TIED, dtype_named, tied_in
 
-TIED = "tied"
-"""In the shared values: second name → first name of tensors that are one and the same."""
 OBJECTS = "objects"
 """In the shared values: names of all that was given but modules, whose tensors tell, and data loaders."""
 _REFERENCE = "perdure.tensor"
@@ -127,17 +126,18 @@ class StatefulItem:
 
     def put(self, shared: Mapping[str, Any]) -> None:
         if self.prefix in shared:
-            self.thing.load_state_dict(self._with_tensors(shared[self.prefix]))
+            self.thing.load_state_dict(self._with_tensors(shared[self.prefix], tied_in(shared)))
         self._filled = {}
 
-    def _with_tensors(self, value: Any) -> Any:
+    def _with_tensors(self, value: Any, tied: Mapping[str, str]) -> Any:
         if isinstance(value, dict):
             if set(value) == {_REFERENCE}:
-                return self._filled[value[_REFERENCE]]
-            items = {key: self._with_tensors(item) for key, item in value.items()}
+                name = value[_REFERENCE]
+                return self._filled[name if name in self._filled else tied[name]]
+            items = {key: self._with_tensors(item, tied) for key, item in value.items()}
             return items if type(value) is dict else type(value)(items)
         if isinstance(value, list | tuple):
-            return type(value)(self._with_tensors(item) for item in value)
+            return type(value)(self._with_tensors(item, tied) for item in value)
         return value
 
 
@@ -151,6 +151,9 @@ class State:
         self._others: list[StatefulItem] = []
         self._params: dict[int, str] = {}
         found = [(name, thing) for keyword, value in objects.items() for name, thing in _expanded(keyword, value)]
+        taken = [name for name, _ in found if name in (TIED, OBJECTS)]
+        if taken:
+            raise ConfigError(f"run.checkpoint({taken[0]}=…): checkpoints use this name themselves; choose another one")
         for name, thing in found:
             if isinstance(thing, torch.nn.Module):
                 self._modules.append(ModuleItem(name, thing))
@@ -195,10 +198,16 @@ class State:
         """Tensors that the first step will add, without memory."""
         return {name: tensor for item in self._optimizers for name, tensor in item.expected().items()}
 
-    def targets(self, wholes: Mapping[str, Whole]) -> dict[str, Any]:
-        """What a checkpoint with these tensors is to be filled into. Makes what optimizers do not have yet."""
-        for item in (*self._living(), *self._others):
-            item.prepare(wholes)
+    def targets(self, wholes: Mapping[str, Whole], tied: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+        """What a checkpoint with these tensors is to be filled into. Makes what optimizers do not have yet.
+
+        `tied`: second name → first name of those that it keeps once.
+        """
+        every = {**wholes, **{name: wholes[first] for name, first in tied.items() if first in wholes}}
+        for item in self._living():
+            item.prepare(every)
+        for other in self._others:
+            other.prepare(wholes)
         tensors: dict[str, Any] = {}
         for item in self._living():
             item.gather(tensors, {})

@@ -19,6 +19,7 @@ from perdure.store.manifest import (
     Manifest,
     Part,
     TensorRecord,
+    check_parts,
     part_name,
     pieces_of,
     tail_name,
@@ -63,6 +64,10 @@ class StoredSlots:
         end = 0
         for record in self._records.values():
             nbytes = math.prod(record.shape) * dtype_of(record.dtype).itemsize
+            if nbytes > record.nbytes:  # before anybody makes room for it
+                raise CorruptCheckpointError(
+                    f"{self._where}: {record.nbytes} bytes cannot hold {record.shape} of {record.name!r}"
+                )
             placed.append(
                 TensorPart(
                     name=record.name,
@@ -145,10 +150,12 @@ class StoredSlots:
     def _parts(self) -> list[Part]:
         medium, manifest = self._committed()
         names = [part_name(rank) for rank in manifest.ranks]
-        return [
+        parts = [
             unseal(read_checked(medium, self._stored.path, self._record(name)), Part, f"{self._where}/{name}")
             for name in names
         ]
+        check_parts(parts, manifest.checkpoint, manifest.by_rank)
+        return parts
 
 
 def _decoded(written: io.BytesIO, where: str) -> Any:

@@ -14,6 +14,8 @@ import torch
 
 from perdure.errors import ConfigError, CorruptCheckpointError
 
+TIED = "tied"
+"""In the shared values: second name → first name of tensors that are one and the same, and are kept once."""
 _DEEPEST = 64
 _TUPLE, _PAIRS, _ARRAY, _TENSOR, _COMPLEX, _INTEGER, _ORDERED, _COUNTER, _SET = range(1, 10)
 _NATIVE = (bool, float, str, bytes)
@@ -43,6 +45,14 @@ def decode_tail(data: bytes | memoryview) -> Tail:
     if isinstance(value, dict) and isinstance(value.get("shared"), dict) and isinstance(value.get("own"), dict):
         return Tail(value["shared"], value["own"])
     raise CorruptCheckpointError("a checkpoint's tail has no shared and own part")
+
+
+def tied_in(shared: Mapping[str, Any]) -> dict[str, str]:
+    """Second name → first name, from a tail's shared values. Raises CorruptCheckpointError."""
+    tied = shared.get(TIED, {})
+    if not isinstance(tied, dict) or not all(isinstance(name, str) for pair in tied.items() for name in pair):
+        raise CorruptCheckpointError("a checkpoint's tail has no names where those of tied tensors belong")
+    return tied
 
 
 def encode(value: object) -> bytes:

@@ -5,39 +5,41 @@ save gives False and training goes on.
 """
 
 import contextlib
-import os
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from perdure.errors import ConfigError, PerdureError, WireError
-from perdure.host.proc import incarnation
-from perdure.trainer.checkpoint import device, restore
-from perdure.trainer.checkpoint.client import MemoryClient
+from perdure.errors import BadCheckpointError, ConfigError, PerdureError, WireError
+from perdure.trainer.checkpoint import device, restore, slowness
 from perdure.trainer.checkpoint.copy import Copiers, default_threads
 from perdure.trainer.checkpoint.layout import Bound, bind, reasons_of_slowness
+from perdure.trainer.checkpoint.line import Line
 from perdure.trainer.checkpoint.positions import Merge
-from perdure.trainer.checkpoint.seat import Copying, Place, Seat
+from perdure.trainer.checkpoint.seat import Copying, Place
 from perdure.trainer.checkpoint.state import Gathered, State
 from perdure.trainer.checkpoint.tail import Tail, encode_tail
 from perdure.trainer.heartbeat import Heartbeat
 from perdure.vocab.checkpoint import CheckpointId
-from perdure.vocab.ids import GenerationNumber, Rank
 from perdure.vocab.units import Bytes, Seconds
-from perdure.wire.layouts import NO_STEP, LoopPhase
-from perdure.wire.memory import NO_SLOT, Attach, Policy, RestorePlan, SavePage
+from perdure.wire.layouts import NO_STEP
+from perdure.wire.memory import NO_SLOT, Policy, RestorePlan, SavePage
 from perdure.wire.slots import TAIL_LIMIT, page_up
 
+if TYPE_CHECKING:
+    from perdure.trainer.checkpoint.tiers import Tiers
+
+Check = Callable[[int], str | None]
+"""Given a step that has been done: why what was restored is bad, None where it is not."""
 RESTORE_WITHIN: Seconds = 600.0
 """All ranks must have asked by then."""
+DISCARD_WITHIN: Seconds = 60.0
 DRAINED_WITHIN: Seconds = 1800.0
 SLOT_WITHIN: Seconds = 60.0
 """For a slot that the last step can be saved in."""
 _POLL: Seconds = 0.005
-_LOOK_EVERY = 1_000_000_000
-"""Nanoseconds between two looks at whether the server lives."""
+_MOST_SKIPS = 64
 _LONG: Seconds = 1.0
 """A save that takes so long is told as a phase of its own: else it would look like a stall."""
 _SMALLEST_TAIL_ROOM: Bytes = 256 << 10
@@ -54,10 +56,9 @@ _VERSION, _FIRST, _EVERY, _ONCE, _GRANT, _COMMITTED, _STEP, _STEP_AT = (
         SavePage.STEP_AT,
     )
 )
-_WIRE_TRIES = 3
 
 
-class Checkpoint:
+class Checkpoint(Line):
     """Got by `run.checkpoint(...)`. Every rank makes one, with the same arguments, and calls the same methods."""
 
     def __init__(
@@ -71,34 +72,33 @@ class Checkpoint:
         fresh: bool = False,
         overlap: bool = False,
         merge: Merge | None = None,
+        check: Check | None = None,
     ) -> None:
         """Attaches: when it returns, the slots exist and are faulted in. Raises ConfigError, WireError."""
-        self._place, self._heartbeat = place, heartbeat
-        self._store, self._policy, self._fresh, self._merge = store, policy or Policy(), fresh, merge
+        super().__init__(place, heartbeat, store=store, policy=policy or Policy(), fresh=fresh)
+        self._merge = merge
         self._state = State(objects)
         self._copiers = Copiers(default_threads())
-        self._client = MemoryClient(place.socket)
-        self._me = incarnation(os.getpid())
-        self._said: set[str] = set()
-        self._look_at = 0
         self._pending: threading.Thread | None = None
         self._stream = device.new_stream()
         self._gate = device.StepGate(self._state.optimizers) if overlap and self._stream is not None else None
-        self._closed = False
         self.saved = self.skipped = 0
         """Checkpoints that this rank has copied, and those that were due and for which there was no slot."""
         self.stall: Seconds = 0.0
         """How long the last save has kept the training thread."""
+        self._judge = slowness.Judge(self._copiers)
+        self._took: slowness.Took | None = None
         self._newest = NO_STEP
         """Step that was saved, or skipped, last: it is not tried again."""
         self.restored: restore.Restored | None = None
+        self._check = check
+        self._trial_end: int | None = None
+        """While what was restored is on trial: the step from which on it is trusted."""
+        self._is_bad = False
+        """It was set aside: what is made of it is not worth saving."""
         gathered = self._state.gather()
         self._bound = self._bind({**gathered.tensors, **self._state.expected()}, None)
         self._tail_room = _room_for(len(self._tail(gathered)))
-        self._seat: Seat | None = None
-        self._words = memoryview(bytearray(8 * 16)).cast("q")
-        self._calling: Attach | None = None
-        self._cadence = (0, 0, -1)
         self._attach()
 
     # --- saving ------------------------------------------------------------------------------------------------------
@@ -120,6 +120,8 @@ class Checkpoint:
         is_last = (
             step == self._heartbeat.stop_after
         )  # of a job that is to save and end: known here before control's word
+        if self._trial_end is not None and self._is_on_trial(step, is_last=is_last):
+            return False
         if is_last or step == once or (every and step >= first and (step - first) % every == 0):
             return self._save(step)
         return False
@@ -137,8 +139,12 @@ class Checkpoint:
 
     def _save(self, step: int) -> bool:
         begin = time.perf_counter()
+        if self._is_bad:
+            return False
+        if self._trial_end is not None:
+            self._trust()
         self._finish_pending()
-        checkpoint = CheckpointId(self._place.attempt, GenerationNumber(self._place.generation), step)
+        checkpoint = self._turns.name(step)
         with self._phase(is_long=self.stall > _LONG):
             try:
                 written = self._write(checkpoint, begin)
@@ -157,14 +163,19 @@ class Checkpoint:
         self.saved += 1
         self._newest = checkpoint.step
         self._heartbeat.saved()
+        slow = self._judge.hear(self._took)
+        if slow:
+            self._say("stall", slow)
         return True
 
     def _write(self, checkpoint: CheckpointId, begin: float) -> bool:
         if not self._is_attached():
             return False
+        watch = slowness.Stopwatch()
         gathered = self._state.gather()
         before, self._bound = self._bound, self._bind(gathered.tensors, self._bound)
         tail = self._tail(gathered)
+        watch.gathered()
         if self._bound.hash != before.hash or len(tail) > self._tail_room:
             self._tail_room = max(self._tail_room, _room_for(len(tail)))
             self._drop_seat()
@@ -185,6 +196,7 @@ class Checkpoint:
         under_way = self._copy(copying, self._bound)
         copying.put_tail(tail)
         self.stall = time.perf_counter() - begin
+        self._took = watch.stop(self._bound) if self._bound.hash == before.hash else None
         if under_way is None:
             self._end(copying, checkpoint)
         else:
@@ -230,6 +242,7 @@ class Checkpoint:
     def _note_skip(self, checkpoint: CheckpointId) -> None:
         self.skipped += 1
         self._newest = checkpoint.step
+        self._skips = (*self._skips[1 - _MOST_SKIPS :], checkpoint)
         with contextlib.suppress(WireError):
             self._client.skipped(checkpoint)
 
@@ -239,31 +252,83 @@ class Checkpoint:
         """Put everything back as it was after the newest complete checkpoint; gives the next step to do, 0 at first.
 
         `step`: exactly this one. Not `strict`: what the checkpoint has too many or too few of is left alone, and is
-        in `restored`. All ranks get the same one; it is waited for all of them. Raises NoCheckpointError where
-        checkpoints exist and none is readable, ConfigError where it does not fit, WireError.
+        in `restored`. All ranks get the same one; it is waited for all of them. It may be called again later, on all
+        ranks, to go back: what was saved before has been hashed when the answer comes, and counts. Raises
+        NoCheckpointError where checkpoints exist and none is readable, ConfigError where it does not fit, WireError.
         """
-        self._finish_pending()
-        plan = self._asked(step)
+        plan, start = self._choose(step)
         if plan.chosen.checkpoint is None:
-            return 0
+            return start
         world = restore.World(self._place.rank, self._place.world_size, self._store)
         self.restored = restore.fill(
-            self._state, plan, self._client, world, self._copiers, strict=strict, merge=self._merge
+            self._state,
+            plan,
+            self._client,
+            world,
+            self._copiers,
+            strict=strict,
+            merge=self._merge,
+            mapped=None if self._seat is None else self._seat.mapped,
+            known=self._bound,
         )
-        return plan.chosen.checkpoint.step + 1
+        with contextlib.suppress(WireError):
+            self._client.restored(self.restored.checkpoint, self.restored.seconds, self.restored.sources)
+        if self._check is not None:
+            self._trial_end = start + self._policy.check_steps
+        return start
 
-    def _asked(self, step: int | None) -> RestorePlan:
-        until = time.monotonic() + RESTORE_WITHIN
-        for _ in range(_WIRE_TRIES):
-            try:
-                if self._seat is None or not self._client.is_connected:
-                    self._attach()
-                return self._client.restore(step, max(until - time.monotonic(), 1.0))
-            except WireError as problem:
-                if time.monotonic() > until:
-                    raise
-                self._say("lost", f"{problem}; trying again")
-        raise WireError(f"the memory server at {self._place.socket} ends while it is asked for a checkpoint")
+    def tiers(self, step: int | None = None) -> tuple[int, "Tiers | None"]:
+        """As `restore`, but nothing is read yet: (the next step to do, what a `TierReader` reads; None: nothing)."""
+        from perdure.trainer.checkpoint.tiers import Tiers
+
+        plan, start = self._choose(step)
+        if plan.chosen.checkpoint is None:
+            return start, None
+        place = self._place
+        return start, Tiers(plan, self._client, self._store, rank=place.rank, world_size=place.world_size)
+
+    def _choose(self, step: int | None) -> tuple[RestorePlan, int]:
+        """What all ranks restore, and the next step to do."""
+        self._finish_pending()
+        done, self._words[_STEP] = self._words[_STEP], NO_STEP  # the server is not to take it for where we are
+        question = self._turns.ask(has_saved=self._newest != NO_STEP, step=step, hold=self._check is not None)
+        plan = self._insist(partial(self._client.restore, question), RESTORE_WITHIN)
+        self._newest, self.restored, self._trial_end, self._is_bad = NO_STEP, None, None, False
+        return plan, self._turns.begin(plan, done)
+
+    def discard(self, reason: str) -> None:
+        """Set aside what was restored last, and all that was saved since: it is bad, as a loss that is no number shows.
+
+        It is not restored again unless by its step: the next restore(), on all ranks or in the job's next life, gives
+        an older one. One rank is enough to call it. Until then nothing is saved. Raises ConfigError where nothing has
+        been restored, WireError.
+        """
+        if self.restored is None:
+            raise ConfigError("discard(): nothing has been restored that could be set aside")
+        self._finish_pending()
+        aside = self._turns.aside(self.restored.checkpoint, reason)
+        self._insist(partial(self._client.discard, aside), DISCARD_WITHIN)
+        self._is_bad, self._trial_end = True, None
+
+    def _is_on_trial(self, step: int, *, is_last: bool) -> bool:
+        """Whether nothing is to be saved yet, for what was restored may turn out to be bad.
+
+        Raises BadCheckpointError where the script's check says so: this life of the job ends.
+        """
+        reason = self._check(step) if self._check is not None else None
+        if reason:
+            what = None if self.restored is None else self.restored.checkpoint
+            self.discard(str(reason))
+            raise BadCheckpointError(f"{what} was restored and is bad: {reason}; it is set aside, restart the job")
+        if not is_last and self._trial_end is not None and step + 1 < self._trial_end:
+            return True
+        self._trust()
+        return False
+
+    def _trust(self) -> None:
+        self._trial_end = None
+        with contextlib.suppress(WireError):
+            self._client.trusted()
 
     # --- ending ------------------------------------------------------------------------------------------------------
 
@@ -308,79 +373,6 @@ class Checkpoint:
             self._say("flush", f"the last checkpoint is not in storage: {flushed.error}")
         return not flushed.error
 
-    # --- the server --------------------------------------------------------------------------------------------------
-
-    def _attach(self) -> None:
-        """Waits for the slots. Raises ConfigError, WireError."""
-        granted = self._client.attach(self._question(), self._bound.text)
-        self._take(granted)
-
-    def _question(self) -> Attach:
-        place = self._place
-        return Attach(
-            job=place.job,
-            attempt=place.attempt,
-            generation=GenerationNumber(place.generation),
-            rank=Rank(place.rank),
-            world_size=place.world_size,
-            local_world_size=place.local_world_size,
-            trainer=self._me,
-            layout=self._bound.hash,
-            shards=self._bound.shards,
-            tail_room=self._tail_room,
-            store=self._store,
-            policy=self._policy,
-            fresh=self._fresh,
-        )
-
-    def _take(self, granted: Any) -> None:
-        self._seat = Seat(granted, self._seat)
-        self._words = self._seat.words
-        self._calling = None
-
-    def _drop_seat(self) -> None:
-        """The old page's words stay readable: `save_if_due` may be asked before there are new ones."""
-        self._words = memoryview(bytearray(self._words)).cast("B").cast("q")
-        if self._seat is not None:
-            self._seat.close()
-        self._seat = None
-
-    def _look(self, now: int) -> None:
-        self._look_at = now + _LOOK_EVERY
-        if not self._closed:
-            self._is_attached()
-
-    def _is_attached(self) -> bool:
-        """Whether a save can go through; where not, a step towards it that does not wait."""
-        try:
-            if self._calling is None and self._client.look():
-                return self._seat is not None
-            if self._calling is None:
-                self._say("lost", "the memory server is gone; training goes on without checkpoints until it is back")
-                self._calling = self._question()
-                self._client.call(self._calling, self._bound.text)
-            granted = self._client.granted(0.0)
-            if granted is not None:
-                self._take(granted)
-                self._said.discard("lost")
-                return True
-        except (WireError, ConfigError, OSError) as problem:
-            self._calling = None
-            if isinstance(problem, ConfigError):
-                self._say("refused", str(problem))
-        return False
-
-    def _read_again(self) -> tuple[int, int, int]:
-        """The server is just writing; or it has died while it was, and then what was read last holds."""
-        words = self._words
-        for _ in range(1000):
-            version = words[_VERSION]
-            read = words[_FIRST], words[_EVERY], words[_ONCE]
-            if not version & 1 and words[_VERSION] == version:
-                self._cadence = read
-                break
-        return self._cadence
-
     # --- small things ------------------------------------------------------------------------------------------------
 
     def _bind(self, tensors: dict[str, Any], previous: Bound | None) -> Bound:
@@ -397,27 +389,6 @@ class Checkpoint:
                 f"what is no tensor in the state has {len(tail)} bytes, {TAIL_LIMIT} fit: give large things as tensors"
             )
         return tail
-
-    @contextlib.contextmanager
-    def _phase(self, *, is_long: bool) -> Iterator[None]:
-        before = self._heartbeat.phase
-        if not is_long or before < LoopPhase.TRAINING:
-            yield
-            return
-        self._heartbeat.set_phase(LoopPhase.CHECKPOINT)
-        try:
-            yield
-        finally:
-            self._heartbeat.set_phase(before)
-
-    def _say(self, about: str, text: str) -> None:
-        """Once for each thing: a line per step would hide everything else."""
-        if about in self._said:
-            return
-        self._said.add(about)
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"perdure: checkpoints: rank {self._place.rank}: {text}\n")
-            sys.stderr.flush()
 
 
 def _room_for(nbytes: int) -> Bytes:

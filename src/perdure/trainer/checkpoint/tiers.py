@@ -10,7 +10,7 @@ from perdure.errors import ConfigError, CorruptCheckpointError
 from perdure.trainer.checkpoint.catalogue import Catalogue
 from perdure.trainer.checkpoint.sources import BAD_SOURCE, BorrowedSlots, Lender, NodeSlots, SlotSource, Span, reason_of
 from perdure.trainer.checkpoint.stored import ANY_RANK, StoredSlots
-from perdure.trainer.checkpoint.tail import Tail, decode_tail
+from perdure.trainer.checkpoint.tail import Tail, decode_tail, tied_in
 from perdure.vocab.checkpoint import TensorPart
 from perdure.wire.memory import RestorePlan
 
@@ -31,7 +31,8 @@ class Tiers:
         self._is_same_world = world_size == chosen.world_size and rank not in chosen.missing
         self._writers = chosen.world_size
         self._memory: list[SlotSource] = [NodeSlots(chosen.checkpoint, plan.here)]
-        away = [writer for writer in sorted(chosen.holders) if chosen.holders[writer]]
+        held = {writer for writer, nodes in chosen.holders.items() if nodes}
+        away = sorted(held.union(*(group.rebuildable(held) for group in chosen.groups)))
         if lender is not None and away:
             self._memory.append(BorrowedSlots(chosen.checkpoint, away, lender))
         self._stored = StoredSlots(store, chosen.stored) if chosen.stored is not None and store else None
@@ -103,6 +104,14 @@ class Tiers:
             self.catalogue.add(self._stored, ANY_RANK, self._stored.layout(ANY_RANK))
         except BAD_SOURCE as exc:
             self._reasons[reason_of(self._stored, ANY_RANK, exc)] = None
+
+    def learn_tied(self) -> None:
+        """Other names of tensors that are kept once; they are in the tails."""
+        for writer in [self._rank] if self._is_same_world else range(self._writers):
+            try:
+                self.catalogue.tie(tied_in(self._tail(writer).shared))
+            except CorruptCheckpointError:
+                continue  # replicas have the same names
 
     # --- reading -----------------------------------------------------------------------------------------------------
 

@@ -4,9 +4,8 @@ The names in the slot are DCP's own, so that `TierReader`, and `dcp.load` from w
 """
 
 import os
-import re
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan, SavePlanner, StorageWriter
@@ -15,8 +14,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from perdure.errors import ConfigError
+from perdure.trainer.checkpoint.naming import step_in
 
-_STEP = re.compile(r"(\d+)\D*\Z")
+if TYPE_CHECKING:
+    from perdure.trainer.checkpoint.tiers import Tiers
 
 
 class Saver(Protocol):
@@ -24,6 +25,12 @@ class Saver(Protocol):
 
     def save(self, step: int) -> bool:
         """Whether a slot was free."""
+
+    def tiers(self, step: int | None = None) -> "tuple[int, Tiers | None]":
+        """(the next step to do, what can be read; None: nothing)"""
+
+    def close(self) -> bool:
+        """Whether the last step is in storage."""
 
 
 class Held:
@@ -40,33 +47,48 @@ class Held:
 
 
 class TierWriter(StorageWriter):
-    """For `dcp.save(state, checkpoint_id=step, storage_writer=TierWriter(run.checkpoint, store=…))`.
+    """For `dcp.save(state, checkpoint_id=str(step), storage_writer=TierWriter(state, store=…))`.
 
     Every rank saves all that it has, replicas too: DCP's division among ranks is not used, for a node that is lost must
     not take the only copy with it. Where no slot is free the step is skipped, as `saved` tells; nothing waits.
     Entries of the state called `data`, `loader`, `sampler` … are taken for a rank's own, and not read back by DCP.
     """
 
-    def __init__(self, opener: Callable[..., Saver], **options: Any) -> None:
-        """`opener`: `run.checkpoint`, called at the first save with the entries of the state and `options`."""
-        self._open = opener
+    def __init__(
+        self, state: Mapping[str, Any] | None = None, *, opener: Callable[..., Saver] | None = None, **options: Any
+    ) -> None:
+        """`state`: as it will be saved; with it slots are made now, and a `TierReader` can read; else with a save.
+
+        `options` are those of `run.checkpoint` (`store`, `policy` …); `opener` stands for it, for another run than
+        `perdure.current_run()`.
+        """
+        self._open = opener or _current_checkpoint
         self._options = options
         self._held: dict[str, Held] = {}
         self._step: int | None = None
         self.checkpoint: Saver | None = None
         self.saved = False
         """Whether the last save found a slot."""
+        if state is not None:
+            self._saver(state)
+
+    def tiers(self, step: int | None = None) -> "tuple[int, Tiers | None]":
+        """For `TierReader`. Raises ConfigError where no state was given yet."""
+        if self.checkpoint is None:
+            raise ConfigError(
+                "nothing can be read before the state is known: give it, as in TierWriter(state, store=…)"
+            )
+        return self.checkpoint.tiers(step)
+
+    def close(self) -> bool:
+        """As `Checkpoint.close`: wait until the last step is in storage."""
+        return self.checkpoint is not None and self.checkpoint.close()
 
     # DCP calls these in this order.
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | int | None = None) -> None:
         """The step is the last number in `checkpoint_id`. Raises ConfigError where there is none."""
-        found = _STEP.search(str(checkpoint_id))
-        if checkpoint_id is None or found is None:
-            raise ConfigError(
-                f"dcp.save(checkpoint_id={checkpoint_id!r}): give the step, as in checkpoint_id=f'{{step}}'"
-            )
-        self._step = int(found[1])
+        self._step = step_in(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
         self.saved = False
@@ -94,13 +116,19 @@ class TierWriter(StorageWriter):
         return False
 
     def _saver(self, state: Mapping[str, Any]) -> Saver:
-        if self.checkpoint is not None and set(state) != set(self._held):
+        if self._held and set(state) != set(self._held):
             raise ConfigError(f"the state has the entries {sorted(state)}, it had {sorted(self._held)} before")
         for name, value in state.items():
             self._held.setdefault(name, Held()).value = value
         if self.checkpoint is None:
             self.checkpoint = self._open(**self._options, **self._held)
         return self.checkpoint
+
+
+def _current_checkpoint(**options: Any) -> Saver:
+    import perdure  # its public name: the session knows the checkpoint, not the other way round
+
+    return perdure.current_run().checkpoint(**options)
 
 
 def _nested(planner: DefaultSavePlanner) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def a_child(program: str) -> DrainChild:
 
 
 def a_request() -> DrainRequest:
-    what = CheckpointId(1, GenerationNumber(1), 10)
+    what = CheckpointId(attempt=1, generation=GenerationNumber(1), step=10)
     return DrainRequest(id=0, store="/s", name="n", checkpoint=what, slots={}, by_rank=("s",))
 
 
@@ -57,7 +57,7 @@ def test_a_child_that_says_nothing_is_given_up_at_the_deadline(monkeypatch: pyte
 
     async def ask() -> None:
         child = a_child(SAYS_NOTHING)
-        assert "did not answer within 1 s" in (await child.ask(a_request())).error
+        assert "has written nothing for 1 s" in (await child.ask(a_request())).error
         assert child._process is None
 
     anyio.run(ask)

@@ -14,7 +14,7 @@ RANK = Rank(0)
 
 
 def an_id(step: int, generation: int = 1) -> CheckpointId:
-    return CheckpointId(1, GenerationNumber(generation), step)
+    return CheckpointId(attempt=1, generation=GenerationNumber(generation), step=step)
 
 
 def a_ring(*steps: int, slots: int = 2) -> Ring:
@@ -50,12 +50,14 @@ def test_an_aborted_one_is_given_and_a_committed_one_is_not_though_it_is_called_
 
 
 def test_a_pinned_slot_is_never_given() -> None:
+    """Thread 12 (dlrover 1585, 1649): what a slow drain reads is not overwritten."""
     ring = facts.pinned(facts.committed(a_ring(1, 2), an_id(2)), (RANK, 0))
     assert facts.grant(ring, RANK) is None
     assert facts.grant(facts.unpinned(ring, (RANK, 0)), RANK) == 0
 
 
 def test_a_slot_that_is_being_hashed_is_never_given() -> None:
+    """Thread 8 (Megatron-LM 2288, 1861): a staging buffer is owned until it is sealed."""
     ring = facts.written(facts.given(a_ring(2), (RANK, 1)), (RANK, 1), an_id(1))
     assert facts.grant(facts.committed(ring, an_id(2)), RANK) is None
 
