@@ -184,7 +184,9 @@ def test_private_server_whose_script_has_died_stores_the_last_step(tmp_path: Pat
     try:
         for pid in pids if is_told else ():
             kill_quietly(pid, signal.SIGTERM)
-        (found,) = wait_until(lambda: list(store.glob("step-*3.*/COMMIT")), seconds=ENOUGH)
+        (found,) = wait_until(
+            lambda: [at for at in store.glob("step-*3.*/COMMIT") if at.parent.suffix != ".tmp"], seconds=ENOUGH
+        )
         assert perdure(tmp_path, "checkpoint", "verify", str(found.parent)).returncode == 0
         wait_until(lambda: not is_told or all(read_stat(pid) is None for pid in pids))
     finally:

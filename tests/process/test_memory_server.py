@@ -13,7 +13,20 @@ from perdure.vocab.checkpoint import Chosen, Level, Member, Shards, SlotState
 from perdure.vocab.generation import Address
 from perdure.vocab.ids import GenerationNumber, NodeId
 from perdure.wire import slotfile
-from perdure.wire.memory import Close, Flush, Flushed, Policy, Protect, Refused, Restore, RestorePlan, SavePage, Skipped
+from perdure.wire.memory import (
+    Close,
+    DrainOrder,
+    Flush,
+    Flushed,
+    Parts,
+    Policy,
+    Protect,
+    Refused,
+    Restore,
+    RestorePlan,
+    SavePage,
+    Skipped,
+)
 from perdure.wire.slots import CHUNK, DATA_START
 from tests.process.memory_rig import (
     Control,
@@ -425,24 +438,60 @@ def test_a_committed_checkpoint_that_control_names_reaches_storage(
         control.order(committed=checkpoint(1), world=world)
         trainer.send(Flush(id=3, deadline=100.0))
         control.wait_for(lambda report: report.flushing)
-        control.order(drain=checkpoint(1), writers=1)
-        report = control.wait_for(lambda report: bool(report.stored) or bool(report.failed))
+        node = NodeId("n0")
+        order = DrainOrder(number=1, checkpoint=checkpoint(1), writers={node: (0,)}, committer=node)
+        control.order(drain=order)
+        report = control.wait_for(lambda report: bool(report.parts) or report.drain_failure is not None)
+        assert report.parts == (Parts(number=1, ranks=(0,)),), report.drain_failure
+        assert report.drain_bytes > 0
+        assert not report.stored
+        control.order(drain=msgspec.structs.replace(order, is_written=True))
+        report = control.wait_for(lambda report: bool(report.stored) or report.drain_failure is not None)
         assert [stored.checkpoint for stored in report.stored] == [checkpoint(1)], report.trouble
         control.order(drain=None, durable=checkpoint(1))
         assert trainer.receive()[0] == Flushed(id=3, checkpoint=checkpoint(1))
 
 
-def test_a_store_that_refuses_is_told_as_trouble_and_costs_no_slot(
+def test_a_store_that_refuses_for_good_is_refused_at_attach(control: Control, folder: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.write_text("a file, no folder")
+    with a_server(control, folder):
+        answer = Trainer(folder, store=str(store)).answer
+        assert isinstance(answer, Refused)
+        assert str(store) in answer.reason
+        store.unlink()
+        assert attached(Trainer(folder, store=str(store))).durable, "a refusal was remembered"
+
+
+def test_a_store_that_begins_to_refuse_is_told_and_costs_no_slot(
     control: Control, folder: Path, tmp_path: Path
 ) -> None:
-    """Thread 11 (Megatron-LM 1435): training goes on."""
-    (tmp_path / "store").write_text("a file, no folder")
+    """Thread 11 (Megatron-LM 1435): training goes on, and who waits for storage is told why it does not come."""
+    store = tmp_path / "store"
     with a_server(control, folder):
-        trainer = Trainer(folder, store=str(tmp_path / "store"))
-        report = control.wait_for(lambda report: bool(report.trouble))
-        assert report.unlooked
-        trainer.write(checkpoint(1))
+        trainer = Trainer(folder, store=str(store))
+        assert attached(trainer).durable
+        control.wait_for(lambda report: bool(report.store) and not report.unlooked)
+        store.rmdir()
+        store.write_text("a file, no folder")
+        trainer.write_tail(checkpoint(1), b"\x82\xa6shared\x80\xa3own\x80")
         control.wait_for(lambda report: bool(report.held))
+        world = Shards(attempt=1, generation=GenerationNumber(1), by_rank=(trainer.said.shards,))
+        node = NodeId("n0")
+        order = DrainOrder(number=1, checkpoint=checkpoint(1), writers={node: (0,)}, committer=node)
+        control.order(committed=checkpoint(1), world=world, drain=order)
+        failure = control.wait_for(lambda report: report.drain_failure is not None).drain_failure
+        assert failure is not None
+        assert (failure.number, failure.lasting) == (1, True)
+        assert str(store) in failure.why
+        trainer.send(Flush(id=3, deadline=100.0))
+        control.wait_for(lambda report: report.flushing and any(each.flushing for each in report.attached))
+        control.order(drain=None, unstorable=failure.why)
+        answer, _ = trainer.receive()
+        assert isinstance(answer, Flushed)
+        assert answer.error == failure.why
+        trainer.write(checkpoint(2))
+        control.wait_for(lambda report: any(held.checkpoint == checkpoint(2) for held in report.held))
 
 
 def test_a_flush_without_a_storage_tier_says_so(control: Control, folder: Path) -> None:

@@ -4,8 +4,10 @@ The child (`python -m perdure.trainer.checkpoint.drain`) lives on for the next t
 started again. What is written, and how the store works, is the child's and `store.checkpoints`' business.
 """
 
+import contextlib
+import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import anyio
@@ -20,6 +22,7 @@ from perdure.agent.memory.tier import Tier
 from perdure.agent.memory.trainers import House
 from perdure.errors import HostError, PerdureError
 from perdure.store import checkpoints, retention
+from perdure.store.medium import is_lasting
 from perdure.vocab.checkpoint import CheckpointId, Stored
 from perdure.vocab.ids import JobId, Rank
 from perdure.vocab.units import Bytes, Seconds
@@ -52,7 +55,8 @@ class DrainChild:
         if self._process is not None and self._process.returncode is None:
             return
         await self.close()
-        self._process = await anyio.open_process(self._argv, stderr=None)
+        with _held_back(signal.SIGTERM):  # a scheduler's, to every process: the child must live to ignore it
+            self._process = await anyio.open_process(self._argv, stderr=None)
         assert self._process.stdout is not None
         self._lines, self._is_warm = BufferedByteReceiveStream(self._process.stdout), False
 
@@ -225,7 +229,7 @@ class Drain:
         try:
             await self._serve(url, order)
         except PerdureError as problem:
-            lasting = problem.lasting if isinstance(problem, _RefusedError) else False
+            lasting = problem.lasting if isinstance(problem, _RefusedError) else is_lasting(problem)
             self.failure = DrainFailure(number=order.number, why=str(problem), lasting=lasting)
             self._note(str(problem))
 
@@ -313,6 +317,16 @@ class _RefusedError(HostError):
     def __init__(self, text: str, *, lasting: bool) -> None:
         super().__init__(text)
         self.lasting = lasting
+
+
+@contextlib.contextmanager
+def _held_back(number: signal.Signals) -> Iterator[None]:
+    """This thread, and a process that it starts, get the signal later: when they let it through."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

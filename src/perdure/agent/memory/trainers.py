@@ -19,7 +19,7 @@ from perdure.agent.memory.lock import is_alive
 from perdure.agent.memory.tier import Seat, Tier
 from perdure.errors import ConfigError, HostError, PerdureError, WireError
 from perdure.store import checkpoints
-from perdure.store.medium import is_lasting
+from perdure.store.medium import is_lasting, reason_of
 from perdure.vocab.checkpoint import CheckpointId, Chosen, Group
 from perdure.vocab.generation import Address
 from perdure.vocab.ids import JobId, NodeId, Rank
@@ -113,10 +113,12 @@ class House:
                 await anyio.to_thread.run_sync(checkpoints.probe, store, least, abandon_on_cancel=True)
         except TimeoutError:
             self.trouble = f"the store {store} has not answered within {PROBE_WITHIN:g} s; it is tried again"
-        except PerdureError as problem:
+        except (PerdureError, OSError) as problem:
+            said = str(problem) if isinstance(problem, PerdureError) else reason_of(problem)
+            text = said if store in said else f"the store {store} cannot be used: {said}"
             if is_lasting(problem):
-                raise ConfigError(str(problem)) from problem
-            self.trouble = f"{problem}; it is tried again"
+                raise ConfigError(text) from problem
+            self.trouble = f"{text}; it is tried again"
         self._probed = store
 
     def tell(self, troubles: Iterable[str]) -> None:
@@ -151,9 +153,12 @@ class House:
                 f"rank {attach.rank} has another checkpoint policy, store or world size than the ranks before it; give"
                 " all ranks the same"
             )
-        if line > ring.line:
+
+    def follow(self, attach: Attach) -> None:
+        """What this trainer was told counts for the node: it has been admitted, and its store can be used."""
+        if (attach.attempt, int(attach.generation)) > self.tier.ring.line:
             self.closed_well.clear()
-        self.policy, self.store, self.world_size = told
+        self.policy, self.store, self.world_size = attach.policy, attach.store, attach.world_size
 
 
 class Talk:
@@ -243,6 +248,7 @@ class Talk:
                 await self._follow(attach)
                 self._house.admit(attach)
                 await self._house.probe(attach.store, layout.data_bytes)
+                self._house.follow(attach)
                 seat = self._seat = await give_slots(self._house.tier, attach, layout, text)
                 self._house.talks[seat.rank] = self
         except (ConfigError, HostError) as problem:

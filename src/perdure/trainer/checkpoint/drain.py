@@ -116,6 +116,7 @@ def _settle() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send it to every process; ours ends with its input
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # was held back until now
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     _yield(nice=max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
 
