@@ -16,14 +16,16 @@ from perdure.vocab.units import Instant, Seconds
 
 GRACE: Seconds = 3600.0
 """Nothing has been written to an abandoned folder for so long; a slow drain writes every second."""
+AT_ONCE = 3
+"""Checkpoints that go after one commit: should `keep` have been lowered by mistake, there is time to see it."""
 
 
 def retain(url: str, keep: int, job: JobId, spare: Collection[CheckpointId] = ()) -> tuple[str, ...]:
     """Delete what has `keep` (at least one) newer good checkpoints of `job` beside it; gives the names of the deleted.
 
     One that is marked as bad does not count, and goes like the others. Call it after a commit only. `spare`: in
-    flight, being restored, or the newest that was verified. What cannot be restored does not count, and stays. Another
-    one may delete at the same time. Raises ConfigError, HostError.
+    flight, being restored, or the newest that was verified. What cannot be restored does not count, and stays. At most
+    AT_ONCE go, the oldest ones. Another one may delete at the same time. Raises ConfigError, HostError.
     """
     mine = [found for found in survey(url) if not found.problem and found.job == job and not found.is_copy]
     newer = [sum(one.is_good for one in mine[:number]) for number in range(len(mine))]
@@ -32,6 +34,7 @@ def retain(url: str, keep: int, job: JobId, spare: Collection[CheckpointId] = ()
         for found, good in zip(mine, newer, strict=True)
         if good >= max(keep, 1) and found.checkpoint not in spare
     ]
+    gone = gone[-AT_ONCE:]
     medium = open_medium(url)
     for name in gone:
         medium.remove(name)

@@ -10,7 +10,7 @@ import pytest
 
 from perdure.errors import ConfigError
 from perdure.store.checkpoints import begin, list_stored, survey, verify
-from perdure.store.retention import clean, drop, retain
+from perdure.store.retention import AT_ONCE, clean, drop, retain
 from perdure.vocab.ids import JobId
 from tests.unit.store.a_checkpoint import a_stored, an_id, flip
 
@@ -39,6 +39,14 @@ def test_retention_keeps_the_newest_and_never_none(store):
     retain(str(store), 0, EXP)
     assert steps(store) == [4]
     assert not [name for name in os.listdir(store) if name.startswith(".")]
+
+
+def test_retention_with_a_lowered_number_deletes_a_few_at_a_time_the_oldest_first(tmp_path, store):
+    a_stored(tmp_path, store, 5)
+    assert len(retain(str(store), 1, EXP)) == AT_ONCE == 3
+    assert steps(store) == [5, 4]
+    assert len(retain(str(store), 1, EXP)) == 1
+    assert steps(store) == [5]
 
 
 def test_retention_in_an_object_store_deletes_objects(tmp_path, store):

@@ -175,8 +175,8 @@ class Drain:
                     self.is_busy = True
                     await self._step()
                     retry, is_well = FIRST_RETRY, True
-                except PerdureError as problem:
-                    self._note(str(problem))
+                except Exception as problem:  # noqa: BLE001 - a store's library may raise anything: the tier outlives it
+                    self._note(_words(problem))
                 finally:
                     self.is_busy = False
                 self._on_news()
@@ -228,10 +228,10 @@ class Drain:
             return
         try:
             await self._serve(url, order)
-        except PerdureError as problem:
+        except Exception as problem:  # noqa: BLE001 - the same
             lasting = problem.lasting if isinstance(problem, _RefusedError) else is_lasting(problem)
-            self.failure = DrainFailure(number=order.number, why=str(problem), lasting=lasting)
-            self._note(str(problem))
+            self.failure = DrainFailure(number=order.number, why=_words(problem), lasting=lasting)
+            self._note(self.failure.why)
 
     async def _look(self, url: str) -> None:
         self.stored = await _in_thread(lambda: checkpoints.list_stored(url))
@@ -309,6 +309,10 @@ class Drain:
         if problem != self.trouble:
             complain(problem)
         self.trouble = problem
+
+
+def _words(problem: Exception) -> str:
+    return str(problem) if isinstance(problem, PerdureError) else f"{type(problem).__name__}: {problem}"
 
 
 class _RefusedError(HostError):

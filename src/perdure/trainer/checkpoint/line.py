@@ -47,7 +47,7 @@ class Line:
         self._me = incarnation(os.getpid())
         self._said: set[str] = set()
         self._look_at = 0
-        self._closed = False
+        self._closed = self._stored = False
         self._seat: Seat | None = None
         self._words = memoryview(bytearray(8 * SAVE_PAGE_WORDS)).cast("q")
         self._calling: Attach | None = None

@@ -333,25 +333,24 @@ class Checkpoint(Line):
     # --- ending ------------------------------------------------------------------------------------------------------
 
     def close(self, within: Seconds = DRAINED_WITHIN) -> bool:
-        """Wait until the last step is in storage, if there is one, and leave; gives whether it is there.
+        """Wait until the last step is in storage, and leave; gives whether it is there: never without a `store`.
 
         A last step that was not due is saved now: call it when the loop has ended, on all ranks, before anything else
         changes what is kept.
         """
         if self._closed:
-            return True
+            return self._stored
         self._finish_pending()
-        durable = True
-        if self._seat is not None and self._seat.durable and self._words[_STEP] not in (NO_STEP, self._newest):
+        if self._store and self._words[_STEP] not in (NO_STEP, self._newest):
             self._save_last(self._words[_STEP])
-        if self._seat is not None and self._seat.durable:
-            durable = self._flush(within)
+        if self._store:
+            self._stored = self._flush(within)
         self._closed = True
         self._client.close()
         self._drop_seat()
         if self._gate is not None:
             self._gate.remove()
-        return durable
+        return self._stored
 
     def _save_last(self, step: int) -> None:
         """As soon as a slot is free: nothing is to be trained meanwhile."""
