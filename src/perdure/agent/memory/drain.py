@@ -303,7 +303,7 @@ class Drain:
         for world in self._tier.worlds:
             if (world.attempt, world.generation) == (checkpoint.attempt, checkpoint.generation):
                 return world.by_rank
-        raise HostError(f"which shards the ranks of generation {checkpoint.generation} had is not known here")
+        raise HostError(f"{checkpoint} cannot be stored by this node, which has come after it; a later one will be")
 
     def _note(self, problem: str) -> None:
         if problem != self.trouble:

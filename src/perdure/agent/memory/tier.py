@@ -322,7 +322,9 @@ class Tier:
             self.commit = time.monotonic() - noted[1]
 
     def _keep_worlds(self, world: Shards | None) -> None:
-        needed = {(one.checkpoint.attempt, one.checkpoint.generation) for one in self.held()} | {self.ring.line}
+        needed = {one.checkpoint.life for one in self.held()} | {self.ring.line}
+        if self.orders is not None and self.orders.drain is not None:
+            needed.add(self.orders.drain.checkpoint.life)  # who commits it need not have a part of it
         if world is not None and world not in self.worlds:
             self.folder.keep_world(world)
             self.worlds = (*self.worlds, world)
