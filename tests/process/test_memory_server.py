@@ -452,6 +452,24 @@ def test_a_committed_checkpoint_that_control_names_reaches_storage(
         assert trainer.receive()[0] == Flushed(id=3, checkpoint=checkpoint(1))
 
 
+def test_a_replica_group_that_has_lost_a_rank_is_committed_in_storage_from_the_others(
+    control: Control, folder: Path, tmp_path: Path
+) -> None:
+    with a_server(control, folder):
+        trainer = Trainer(folder, a_layout(0, 2), store=str(tmp_path / "store"), local_world_size=1)
+        control.wait_for(lambda report: bool(report.store) and not report.unlooked)
+        trainer.write_tail(checkpoint(1), b"\x82\xa6shared\x80\xa3own\x80")
+        control.wait_for(lambda report: bool(report.held))
+        shards, node = trainer.said.shards, NodeId("n0")
+        world = Shards(attempt=1, generation=GenerationNumber(1), by_rank=(shards, shards))
+        order = DrainOrder(
+            number=1, checkpoint=checkpoint(1), ranks=(0,), writers={node: (0,)}, committer=node, is_written=True
+        )
+        control.order(committed=checkpoint(1), world=world, drain=order)
+        report = control.wait_for(lambda report: bool(report.stored) or report.drain_failure is not None)
+        assert [stored.checkpoint for stored in report.stored] == [checkpoint(1)], report.drain_failure
+
+
 def test_a_store_that_refuses_for_good_is_refused_at_attach(control: Control, folder: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     store.write_text("a file, no folder")

@@ -180,9 +180,11 @@ class Drain:
                 finally:
                     self.is_busy = False
                 self._on_news()
-                with anyio.move_on_after(LONGEST_WAIT if is_well else retry):
-                    await self._news.wait()
-                if not is_well:
+                if is_well:
+                    with anyio.move_on_after(LONGEST_WAIT):
+                        await self._news.wait()
+                else:  # whatever the news: a store that is broken is not asked at every save
+                    await anyio.sleep(retry)
                     retry = min(2 * retry, LONGEST_RETRY)
         finally:
             await self._child.close()
@@ -277,7 +279,7 @@ class Drain:
         """Commit it: all parts are there. Then delete what is beyond the number to keep."""
         await self._ask(msgspec.structs.replace(request, finish=True))
         job, keep = self._job, self._house.policy.keep
-        await _in_thread(lambda: checkpoints.commit(url, request.name, job, request.by_rank))
+        await _in_thread(lambda: checkpoints.commit(url, request.name, job, request.by_rank, request.ranks))
         await self._look(url)
         self.trouble = ""
         self._on_news()

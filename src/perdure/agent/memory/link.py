@@ -42,6 +42,11 @@ class MemoryLink:
         """Something here has changed: an answer that is being waited for is left for a new question."""
         self._news.set()
 
+    @property
+    def away(self) -> Seconds:
+        """How long control has not been reached."""
+        return 0.0 if self._away_since is None else time.monotonic() - self._away_since
+
     async def run(self) -> None:
         """Never ends by itself."""
         retry = FIRST_RETRY

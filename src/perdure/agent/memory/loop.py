@@ -44,6 +44,8 @@ REPORT_STEPS_EVERY: Seconds = 1.0
 """Control must know about where the ranks are, to announce what all of them can still hear of."""
 LAST_WORDS_AFTER: Seconds = 5.0
 """Trainers that are started again are back within it, as a rule."""
+ALONE_AFTER: Seconds = 120.0
+"""A control that was lost is started again long before."""
 AFTER_DONE: Seconds = 1.0
 """A detached server whose trainers have all ended well waits so long for another one."""
 
@@ -182,6 +184,7 @@ class MemoryServer:
                 self._reported_at = now
                 self._link.wake()
             self._note_last_words(now)
+            self._note_away()
             linger = self._config.linger
             if linger is not None:  # control under `perdure run` tells the user; a desk has no terminal
                 orders = self._tier.orders
@@ -192,6 +195,14 @@ class MemoryServer:
             if now - self._house.left_at > (min(AFTER_DONE, linger) if self._house.is_done else linger):
                 self._is_over = True
                 self._ended.set()
+
+    def _note_away(self) -> None:
+        """Without control nothing gets to storage: who waits for that is told when it has been away for long."""
+        away = self._link.away
+        text = f"control has not been reached for {away:.0f} s" if away > ALONE_AFTER else ""
+        if bool(text) != bool(self._house.alone):
+            self._house.alone = text
+            self._tier.settle()
 
     def _note_last_words(self, now: float) -> None:
         """A detached server whose trainers have died, or that is to end, has what is in memory only brought to storage.

@@ -4,9 +4,8 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
 
 import anyio
 import anyio.to_thread
@@ -14,14 +13,14 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from perdure.agent.memory.attaching import give_slots, read_layout
+from perdure.agent.memory.bringing import Brings, Rebuilds
 from perdure.agent.memory.door import Connection, EndedError, complain
 from perdure.agent.memory.lock import is_alive
 from perdure.agent.memory.tier import Seat, Tier
 from perdure.errors import ConfigError, HostError, PerdureError, WireError
 from perdure.store import checkpoints
 from perdure.store.medium import is_lasting, reason_of
-from perdure.vocab.checkpoint import CheckpointId, Chosen, Group
-from perdure.vocab.generation import Address
+from perdure.vocab.checkpoint import CheckpointId, Chosen
 from perdure.vocab.ids import JobId, NodeId, Rank
 from perdure.vocab.units import Bytes, Seconds
 from perdure.wire.memory import (
@@ -56,22 +55,6 @@ OLD_LIFE_WITHIN: Seconds = 5.0
 """How long an earlier process of the same rank may take to be gone, after its successor is here."""
 
 
-class Brings(Protocol):
-    """Fetches chunks of a slot from other nodes' memory servers (`transfer.fetch`). Raises PerdureError."""
-
-    def __call__(
-        self, addresses: Sequence[Address], checkpoint: CheckpointId, rank: Rank, chunks: Sequence[int], folder: str
-    ) -> Awaitable[Path]: ...
-
-
-class Rebuilds(Protocol):
-    """Makes chunks of a lost slot again from its group (`rebuild`). Raises PerdureError."""
-
-    def __call__(
-        self, chosen: Chosen, group: Group, addresses: Mapping[NodeId, Address], wanted: Fetch, folder: str
-    ) -> Awaitable[Path]: ...
-
-
 class House:
     """What all trainers of this node share."""
 
@@ -89,6 +72,8 @@ class House:
         """When the last trainer went; nobody has come yet: when we started."""
         self.making = anyio.Lock()
         """One trainer at a time gets slots: what is free is counted, then taken."""
+        self.alone = ""
+        """Why control cannot have anything stored now."""
         self.trouble = ""
         """Why the store could not be used when a trainer came; it is tried all the same."""
         self._probed = ""
@@ -103,8 +88,11 @@ class House:
         """All ranks that the present line has here have ended well."""
         return bool(self.closed_well) and not self.talks and self.closed_well >= self.tier.ring.members
 
-    async def probe(self, store: str, least: Bytes) -> None:
-        """Find out whether the store can be written to, once. Raises ConfigError where it refuses for good."""
+    async def probe(self, store: str, least: Bytes, *, is_first: bool) -> None:
+        """Find out whether the store can be written to, once. Raises ConfigError where it refuses for good.
+
+        Only in the first generation: a job that has trained goes on training, whatever has become of the store.
+        """
         if store in ("", self._probed):
             return
         self.trouble = ""
@@ -116,7 +104,7 @@ class House:
         except (PerdureError, OSError) as problem:
             said = str(problem) if isinstance(problem, PerdureError) else reason_of(problem)
             text = said if store in said else f"the store {store} cannot be used: {said}"
-            if is_lasting(problem):
+            if is_lasting(problem) and is_first:
                 raise ConfigError(text) from problem
             self.trouble = f"{text}; it is tried again"
         self._probed = store
@@ -247,7 +235,7 @@ class Talk:
             async with self._house.making:
                 await self._follow(attach)
                 self._house.admit(attach)
-                await self._house.probe(attach.store, layout.data_bytes)
+                await self._house.probe(attach.store, layout.data_bytes, is_first=attach.generation <= 1)
                 self._house.follow(attach)
                 seat = self._seat = await give_slots(self._house.tier, attach, layout, text)
                 self._house.talks[seat.rank] = self
@@ -387,8 +375,8 @@ class Talk:
         """Why waiting has no sense any more; empty: it has. An answer from before we began to wait is empty."""
         orders = self._house.tier.orders
         if orders is None or (orders.attempt, orders.generation) != seat.line:
-            return ""
-        return orders.unstorable
+            return self._house.alone
+        return orders.unstorable or self._house.alone
 
     def _newest(self, seat: Seat) -> CheckpointId | None:
         """What should reach storage: the last that this trainer wrote, if all did, else the last committed one."""

@@ -39,6 +39,7 @@ DRAINED_WITHIN: Seconds = 1800.0
 SLOT_WITHIN: Seconds = 60.0
 """For a slot that the last step can be saved in."""
 _POLL: Seconds = 0.005
+_FLUSH_TRIES = 3
 _MOST_SKIPS = 64
 _LONG: Seconds = 1.0
 """A save that takes so long is told as a phase of its own: else it would look like a stall."""
@@ -360,17 +361,22 @@ class Checkpoint(Line):
         self._save(step)
 
     def _flush(self, within: Seconds) -> bool:
-        try:
-            with self._phase(is_long=True):
-                if not self._is_attached():
-                    self._attach()
-                flushed = self._client.flush(within)
-        except (WireError, ConfigError) as problem:
-            self._say("flush", f"the last checkpoint may not be in storage: {problem}")
-            return False
-        if flushed.error:
-            self._say("flush", f"the last checkpoint is not in storage: {flushed.error}")
-        return not flushed.error
+        until, problem = time.monotonic() + within, ""
+        with self._phase(is_long=True):
+            for _ in range(_FLUSH_TRIES):  # a server that has died is followed by another one
+                try:
+                    if not self._is_attached():
+                        self._attach()
+                    problem = self._client.flush(max(until - time.monotonic(), 1.0)).error
+                    break
+                except ConfigError as refused:
+                    problem = str(refused)
+                    break
+                except WireError as lost:
+                    problem = str(lost)
+        if problem:
+            self._say("flush", f"the last checkpoint is not known to be in storage: {problem}")
+        return not problem
 
     # --- small things ------------------------------------------------------------------------------------------------
 
