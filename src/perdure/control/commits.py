@@ -101,7 +101,8 @@ def _follow_choice(state: SavesState, now: Instant) -> SavesState:
     """What all ranks restore is what is kept, until the line has a commit of its own.
 
     Where it is newer than the committed one and has fewer copies than the policy asks for, the committed one is kept
-    beside it until it has them: a node may still be lost. Not for ever, since both take up a slot.
+    beside it until it has them, if it has them itself: a node may still be lost. Not for ever, since both take up a
+    slot, and a place at the partner; and not where a loss has left no more of the one than of the other.
     """
     answer = None if state.choice is None else state.choice.chosen
     chosen, before = (None if answer is None else answer.checkpoint), state.committed
@@ -109,11 +110,16 @@ def _follow_choice(state: SavesState, now: Instant) -> SavesState:
         return state
     if before is not None and line_of(before) >= state.line:
         return state
-    if before is not None and before < chosen and is_whole(state, before):
+    if before is not None and before < chosen and _is_safe_in_memory(state, before):
         since = state.seen_at.get(chosen, now)
         if not is_safe(state, standing(state, chosen)) and now < since + patience(state):
             return state
     return msgspec.structs.replace(state, committed=chosen)
+
+
+def _is_safe_in_memory(state: SavesState, checkpoint: CheckpointId) -> bool:
+    found = standing(state, checkpoint)
+    return found.stored is None and found.is_complete and is_safe(state, found)
 
 
 def _commit_newest(state: SavesState) -> SavesState:

@@ -89,6 +89,7 @@ def began(
             once=None,
             stopping=False,
             noticed=False,
+            problem=None if state.problem is None or not state.problem.lasting else state.problem,
             partners={},
             told=Told(),
             node_went=False,
@@ -195,6 +196,7 @@ def _orders(state: SavesState) -> MemoryOrders:
         stand_in=stand_in(state),
         hurry=is_urgent(state),
         drain=drain_order(state),
+        drain_world=_drain_world(state),
         store_trouble="" if state.problem is None else state.problem.why,
         unstorable=state.unstorable,
         durable=state.durable,
@@ -203,6 +205,11 @@ def _orders(state: SavesState) -> MemoryOrders:
         question=state.question,
         turn=state.turn,
     )
+
+
+def _drain_world(state: SavesState) -> Shards | None:
+    life = None if state.drain is None else state.drain.checkpoint.life
+    return None if life is None or life == state.life else state.worlds.get(life)
 
 
 def _settled(before: SavesState, state: SavesState, now: Instant) -> SavesState:

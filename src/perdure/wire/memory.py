@@ -392,6 +392,8 @@ class MemoryOrders(msgspec.Struct, frozen=True, kw_only=True):
     """The end is near: what goes to storage is not held back for the sake of the training."""
     drain: DrainOrder | None = None
     """What is to be written to storage."""
+    drain_world: Shards | None = None
+    """Of the generation that wrote it, where that is not the present one: who commits it may have come since."""
     store_trouble: str = ""
     """Why nothing gets into the storage, as control sees it; it tries again."""
     unstorable: str = ""

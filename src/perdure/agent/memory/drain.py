@@ -7,7 +7,7 @@ started again. What is written, and how the store works, is the child's and `sto
 import contextlib
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import anyio
@@ -23,7 +23,7 @@ from perdure.agent.memory.trainers import House
 from perdure.errors import HostError, PerdureError
 from perdure.store import checkpoints, retention
 from perdure.store.medium import is_lasting
-from perdure.vocab.checkpoint import CheckpointId, Stored
+from perdure.vocab.checkpoint import CheckpointId, Shards, Stored
 from perdure.vocab.ids import JobId, Rank
 from perdure.vocab.units import Bytes, Seconds
 from perdure.wire.memory import DrainFailure, DrainOrder, DrainReply, DrainRequest, Parts
@@ -162,32 +162,35 @@ class Drain:
         return bool(self._todo(order)) or order.committer == self._house.node
 
     def wake(self) -> None:
-        self._news.set()
+        news, self._news = self._news, anyio.Event()
+        news.set()
 
     async def run(self) -> None:
-        """Never ends by itself; what goes wrong is told as `trouble`. A drain that failed waits for control's word."""
-        retry = FIRST_RETRY
+        """Never ends by itself. Looking does not wait for writing: ranks that start may wait for what is found."""
         try:
-            while True:
-                self._news = anyio.Event()
-                is_well = False
-                try:
-                    self.is_busy = True
-                    await self._step()
-                    retry, is_well = FIRST_RETRY, True
-                except Exception as problem:  # noqa: BLE001 - a store's library may raise anything: the tier outlives it
-                    self._note(_words(problem))
-                finally:
-                    self.is_busy = False
-                self._on_news()
-                if is_well:
-                    with anyio.move_on_after(LONGEST_WAIT):
-                        await self._news.wait()
-                else:  # whatever the news: a store that is broken is not asked at every save
-                    await anyio.sleep(retry)
-                    retry = min(2 * retry, LONGEST_RETRY)
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._keep_on, self._look_around)
+                group.start_soon(self._keep_on, self._do_order)
         finally:
             await self._child.close()
+
+    async def _keep_on(self, step: Callable[[], Awaitable[None]]) -> None:
+        """Do `step` whenever there are news; what goes wrong is told as `trouble`, and done again."""
+        retry = FIRST_RETRY
+        while True:
+            news, is_well = self._news, False
+            try:
+                await step()
+                retry, is_well = FIRST_RETRY, True
+            except Exception as problem:  # noqa: BLE001 - a store's library may raise anything: the tier outlives it
+                self._note(_words(problem))
+            self._on_news()
+            if is_well:
+                with anyio.move_on_after(LONGEST_WAIT):
+                    await news.wait()
+            else:  # whatever the news: a store that is broken is not asked at every save
+                await anyio.sleep(retry)
+                retry = min(2 * retry, LONGEST_RETRY)
 
     @property
     def _lists(self) -> bool:
@@ -208,32 +211,39 @@ class Drain:
         done = self._parts.get(order.number)
         return tuple(rank for rank in order.writers.get(self._house.node, ()) if done is None or rank not in done.ranks)
 
-    async def _step(self) -> None:
+    async def _look_around(self) -> None:
+        """See what is in storage, and mark there what was set aside."""
         url = self._house.store
+        if not url or not self._lists:
+            self._looked_at, self.stored = "", ()  # another node looks now; what we saw gets old
+            return
+        if self._looked_at != url:
+            await self._look(url)
+            self._looked_at, self.trouble = url, ""
+            self.wake()
+        wanted = unmarked(self.stored, self._tier.asides)
+        if wanted:
+            await _in_thread(lambda: mark_all(url, wanted))
+            await self._look(url)
+
+    async def _do_order(self) -> None:
+        """What control has ordered. A drain that failed waits for control's word."""
+        url, orders = self._house.store, self._tier.orders
         if not url:
             return
         await self._child.start()
-        if not self._lists:
-            self._looked_at, self.stored = "", ()  # another node looks now; what we saw gets old
-        elif self._looked_at != url:
-            await self._look(url)
-            self._looked_at, self.trouble = url, ""
-            self._on_news()
-        wanted = unmarked(self.stored, self._tier.asides)
-        if wanted and self._lists:
-            await _in_thread(lambda: mark_all(url, wanted))
-            await self._look(url)
-            self._on_news()
-        orders = self._tier.orders
         order = None if orders is None else orders.drain
-        if order is None or self._is_over(order):
+        if order is None or self._is_over(order) or self.unlooked:
             return
+        self.is_busy = True
         try:
             await self._serve(url, order)
-        except Exception as problem:  # noqa: BLE001 - the same
+        except Exception as problem:  # noqa: BLE001 - as in `_keep_on`
             lasting = problem.lasting if isinstance(problem, _RefusedError) else is_lasting(problem)
             self.failure = DrainFailure(number=order.number, why=_words(problem), lasting=lasting)
             self._note(self.failure.why)
+        finally:
+            self.is_busy = False
 
     async def _look(self, url: str) -> None:
         self.stored = await _in_thread(lambda: checkpoints.list_stored(url))
@@ -302,8 +312,10 @@ class Drain:
         self._on_news()
 
     def _shards_of(self, checkpoint: CheckpointId) -> tuple[str, ...]:
-        for world in self._tier.worlds:
-            if (world.attempt, world.generation) == (checkpoint.attempt, checkpoint.generation):
+        orders = self._tier.orders
+        told: Shards | None = None if orders is None else orders.drain_world
+        for world in (*self._tier.worlds, told):
+            if world is not None and (world.attempt, world.generation) == checkpoint.life:
                 return world.by_rank
         raise HostError(f"{checkpoint} cannot be stored by this node, which has come after it; a later one will be")
 
