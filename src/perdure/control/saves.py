@@ -89,6 +89,8 @@ def began(
             once=None,
             stopping=False,
             noticed=False,
+            committed=None if state.finished else state.committed,
+            finished=False,
             problem=None if state.problem is None or not state.problem.lasting else state.problem,
             partners={},
             told=Told(),
@@ -117,6 +119,9 @@ def reported(state: SavesState, report: MemoryReport, now: Instant) -> SavesStat
         asides=put_together((*state.asides, *report.asides, *marked_in(report))),
         told=_remembered(state, report.told) if life == state.life else state.told,
     )
+    here = present(after).values()
+    if here:
+        after = msgspec.structs.replace(after, finished=all(each.done for each in here))
     return _settled(state, after, now)
 
 

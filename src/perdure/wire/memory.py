@@ -306,6 +306,8 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whole parity here, of the groups that this node is a member of."""
     skipped: tuple[CheckpointId, ...] = ()
     """Due here, and not saved: they will never be complete."""
+    done: bool = False
+    """All ranks that the present line has here have ended well: what is in memory is given back, and not missed."""
     asides: tuple[Aside, ...] = ()
     """Known here to be bad (kept beside the slots)."""
     worlds: tuple[Shards, ...] = ()

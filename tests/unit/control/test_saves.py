@@ -65,6 +65,15 @@ def test_control_that_begins_anew_takes_over_what_was_told() -> None:
     assert (orders.committed, orders.cadence, orders.once) == (an_id(6), cadence, 30)
 
 
+@pytest.mark.parametrize("done", [True, False])
+def test_what_a_generation_that_ended_well_had_is_not_missed_by_the_next(done: bool) -> None:
+    """Plain python without a store, the same script again: it begins at step 0, unless it had died."""
+    memory = a_memory(1).attached().sealed(an_id(4)).say(0, done=done).lost(0)
+    orders = memory.attached(2, restoring=True).orders
+    assert (orders.chosen is not None and orders.chosen.checkpoint is None) == done
+    assert bool(orders.refused) == (not done)
+
+
 def test_versions_of_the_next_life_are_greater() -> None:
     memory = a_memory(2).attached().sealed(an_id(1))
     before = memory.orders.version

@@ -99,6 +99,7 @@ class Reporter:
             held=tier.held(),
             parity=self._parities.held(),
             skipped=tuple(sorted(tier.skipped)),
+            done=house.is_done,
             asides=tier.asides,
             worlds=tier.worlds,
             stored=drain.stored,
