@@ -383,5 +383,5 @@ async def find_job(address: Address, token: str, ca: str | None, seconds: float)
 
 def _how(life: Life) -> str:
     if life.signal is not None:
-        return signal.Signals(life.signal).name
+        return signal.Signals(life.signal).name if life.signal in set(signal.Signals) else f"signal {life.signal}"
     return "fenced" if life.exit_code == EXIT_FENCED else f"exit code {life.exit_code}"

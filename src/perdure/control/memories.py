@@ -151,12 +151,23 @@ class SavesState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def present(state: SavesState) -> dict[NodeId, MemoryReport]:
-    """The reports of the generation's members, as far as they have reported it."""
+    """The reports of the generation's members, as far as they have reported it.
+
+    Where the end came before anybody of this generation did, nobody will: then those of the last one that was there.
+    """
+    found = _of(state, state.life)
+    if found or not state.stopping:
+        return found
+    lives = [(r.attempt, r.generation) for r in state.reports.values() if r.generation > 0]
+    return _of(state, max(lives, default=state.life))
+
+
+def _of(state: SavesState, life: tuple[int, GenerationNumber]) -> dict[NodeId, MemoryReport]:
     return {
         node: report
         for node, report in state.reports.items()
-        if (report.attempt, report.generation) == state.life
-        and state.generation > 0
+        if (report.attempt, report.generation) == life
+        and life[1] > 0
         and (state.members is None or node in state.members)
     }
 

@@ -299,6 +299,15 @@ def test_newest_committed_is_drained_at_once_when_somebody_waits_for_it(how: str
     assert ordered(memory).checkpoint == an_id(4)
 
 
+def test_end_that_comes_before_anybody_of_a_new_generation_stores_what_the_last_one_had() -> None:
+    memory = stored_every_ten().sealed(an_id(4))
+    nodes = [node_id(0), node_id(1)]
+    memory.state = saves.began(memory.state, ATTEMPT, GenerationNumber(2), nodes, 2, memory.now)
+    assert memory.orders.drain is None
+    memory.state = saves.hurried(memory.state, memory.now)
+    assert ordered(memory).checkpoint == an_id(4)
+
+
 def test_who_waits_is_told_at_once_that_a_store_refuses_for_good() -> None:
     memory = stored_every_ten().sealed(an_id(4)).say(0, flushing=True)
     assert memory.orders.unstorable == ""
