@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -22,22 +23,24 @@ class Bench:
         self.folder = folder
         self.env = {**os.environ, "PYTHONPATH": SOURCES, "PERDURE_MEMORY_LINGER": "60", "OMP_NUM_THREADS": "1"}
         self.base = Path(f"/dev/shm/perdure-{os.getuid()}")
-        self.before = set(self.jobs())
+        # Its own name: tests that run at the same time must not end each other's servers.
+        self.script = folder / f"keep-{secrets.token_hex(4)}.py"
+        self.script.symlink_to(SCRIPT)
 
     def jobs(self) -> list[Path]:
-        return list(self.base.glob("alone-keep-*"))
+        return list(self.base.glob(f"alone-{self.script.stem}-*"))
 
     @property
     def job(self) -> Path:
-        (job,) = set(self.jobs()) - self.before
+        (job,) = self.jobs()
         return job
 
     def python(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-        return self.go([sys.executable, str(SCRIPT), *args], env)
+        return self.go([sys.executable, str(self.script), *args], env)
 
     def torchrun(self, ranks: int, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        return self.go([*command, str(SCRIPT), *args], env)
+        return self.go([*command, str(self.script), *args], env)
 
     def go(self, command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -46,7 +49,7 @@ class Bench:
 
     def pids(self) -> list[int]:
         found = []
-        for job in set(self.jobs()) - self.before:
+        for job in self.jobs():
             found += [json.loads(path.read_bytes())["pid"] for path in job.glob("desk.json")]
             found += [json.loads(path.read_bytes())["server"]["pid"] for path in job.glob("*/lock")]
         return found
@@ -57,7 +60,7 @@ class Bench:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        for job in set(self.jobs()) - self.before:
+        for job in self.jobs():
             subprocess.run(["rm", "-rf", str(job)], check=True)
 
 
@@ -104,6 +107,7 @@ def test_killed_rank_under_torchrun_brings_all_ranks_back_to_one_step(bench: Ben
     """Thread 30 (LlamaFactory 655, composer 2146): all ranks take the same step."""
     first = bench.torchrun(2, "9", KILL_AT="6", KILL_RANK="1", ALWAYS="1")
     assert first.returncode != 0
+    assert first.stdout.count("start 0") == 2, first.stderr
     second = bench.torchrun(2, "9", ALWAYS="1")
     assert second.returncode == 0, second.stderr
     assert second.stdout.count("start 6 own memory") == 2, second.stdout

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -172,13 +173,13 @@ def test_private_server_whose_script_has_died_stores_the_last_step(tmp_path: Pat
     """Plain python: nobody is left but the server and the desk, and a scheduler may end those too."""
     store = tmp_path / "store"
     base = Path(f"/dev/shm/perdure-{os.getuid()}")
-    before = set(base.glob("alone-last_words-*"))
+    train = tmp_path / f"last_words-{secrets.token_hex(4)}.py"  # its own name: others run at the same time
+    train.symlink_to(TRAIN)
     env = {**os.environ, **ENV, "PYTHONPATH": SOURCE, "PERDURE_MEMORY_LINGER": "30", "ALWAYS": "1", "FAIL_AT": "4"}
-    done = subprocess.run(
-        [sys.executable, TRAIN, "9", str(store)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110
-    )
+    command = [sys.executable, str(train), "9", str(store)]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110)
     assert "the script is wrong" in done.stderr
-    (job,) = set(base.glob("alone-last_words-*")) - before
+    (job,) = base.glob(f"alone-{train.stem}-*")
     pids = [json.loads(path.read_bytes())["pid"] for path in job.glob("desk.json")]
     pids += [json.loads(path.read_bytes())["server"]["pid"] for path in job.glob("*/lock")]
     try:

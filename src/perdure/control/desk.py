@@ -33,6 +33,8 @@ END_WITHIN: Seconds = 25.0
 """After SIGTERM: a memory server's own grace is shorter."""
 HEARD_WITHIN: Seconds = 1.0
 """A server that was sent the signal too has said within it whether it still has something to store."""
+DONE_LINGER: Seconds = 10.0
+"""After a script that has ended well: for the last words of its servers."""
 PUBLISH_WITHIN: Seconds = 5.0
 """A desk that holds the lock has written its file within this time."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -88,9 +90,14 @@ class Desk:
             group.start_soon(lambda: serve(self._handle, listener, token=config.token))
             group.start_soon(self._door.run)
             self._say(DeskFile(job=config.job, address=address, token=config.token, pid=os.getpid()))
-            while self._door.is_busy or time.monotonic() - self._heard_at < config.linger:  # noqa: ASYNC110 - for time
+            while self._door.is_busy or time.monotonic() - self._heard_at < self._linger:  # noqa: ASYNC110 - for time
                 await anyio.sleep(min(LOOK_EVERY, config.linger))
             group.cancel_scope.cancel()
+
+    @property
+    def _linger(self) -> Seconds:
+        """A script that has ended well is not waited for as one that has died."""
+        return min(DONE_LINGER, self._config.linger) if self._door.state.finished else self._config.linger
 
     async def _handle(self, request: Request) -> Response | Streamed:
         try:

@@ -98,8 +98,10 @@ class SavesState(msgspec.Struct, frozen=True, kw_only=True):
     aborted: frozenset[CheckpointId] = frozenset()
     asides: tuple[Aside, ...] = ()
     """What was found to be bad after it was restored, as far as any node or the storage remembers."""
+    closed: frozenset[int] = frozenset()
+    """Ranks of the generation that have ended well."""
     finished: bool = False
-    """All ranks of the generation have ended well: the next one does not go on from here, but for what is stored."""
+    """All of them have: the next generation does not go on from here, but for what is stored."""
     bad: frozenset[CheckpointId] = frozenset()
     """Those of all that there are that `asides` covers: never committed, nor chosen unless asked for by step."""
     seen_at: Mapping[CheckpointId, Instant] = {}

@@ -90,6 +90,7 @@ def began(
             stopping=False,
             noticed=False,
             committed=None if state.finished else state.committed,
+            closed=frozenset(),
             finished=False,
             problem=None if state.problem is None or not state.problem.lasting else state.problem,
             partners={},
@@ -119,9 +120,11 @@ def reported(state: SavesState, report: MemoryReport, now: Instant) -> SavesStat
         asides=put_together((*state.asides, *report.asides, *marked_in(report))),
         told=_remembered(state, report.told) if life == state.life else state.told,
     )
-    here = present(after).values()
-    if here:
-        after = msgspec.structs.replace(after, finished=all(each.done for each in here))
+    if life == after.life:
+        ranks = frozenset(int(rank) for rank in report.ranks)
+        closed = after.closed | ranks if report.done else after.closed - ranks
+        is_all = report.world_size > 0 and closed >= set(range(report.world_size))
+        after = msgspec.structs.replace(after, closed=closed, finished=is_all)
     return _settled(state, after, now)
 
 

@@ -67,7 +67,8 @@ class Memory:
 
     def attach(self, index: int, generation: int = 1, *, restoring: bool = False, **about: Any) -> Self:
         trainer = Attachment(rank=Rank(index), shards=self.shards[index], restoring=int(restoring), **about)
-        return self.say(index, generation=GenerationNumber(generation), attached=(trainer,))
+        ranks = (Rank(index),)
+        return self.say(index, generation=GenerationNumber(generation), attached=(trainer,), ranks=ranks, done=False)
 
     def at_step(self, step: int, seconds: float = 1.0) -> Self:
         for index, report in enumerate(self.reports):

@@ -74,6 +74,11 @@ def test_what_a_generation_that_ended_well_had_is_not_missed_by_the_next(done: b
     assert bool(orders.refused) == (not done)
 
 
+def test_what_one_node_closed_and_another_lost_is_missed() -> None:
+    memory = a_memory(2).attached().sealed(an_id(4)).say(0, done=True).lost(1).say(0, done=True).lost(0)
+    assert memory.attached(2, restoring=True).orders.refused, "a silent start from step 0"
+
+
 def test_versions_of_the_next_life_are_greater() -> None:
     memory = a_memory(2).attached().sealed(an_id(1))
     before = memory.orders.version
