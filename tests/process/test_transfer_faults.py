@@ -34,6 +34,7 @@ from tests.process.transfers import (
     is_whole,
     replica,
     send,
+    send_to_busy,
     serving,
     step,
     steps_in,
@@ -69,7 +70,7 @@ async def test_stopped_peer_costs_an_acknowledgement_and_the_next_source_is_used
             path = await fetch([address, other], TOKEN, step(1), Rank(0), range(3), tmp_path, patience=0.5)
             assert is_whole(path)
         os.kill(process.pid, signal.SIGCONT)
-        await send(address, tmp_path / "own-0-2.slot", newer)
+        await send_to_busy(address, tmp_path / "own-0-2.slot", newer)
         assert steps_in(tmp_path / "bob") == {1, 2}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import anyio
 import msgspec
 
+from perdure.agent.memory.asking import NotNowError
 from perdure.agent.memory.transfer import offer, serve
 from perdure.errors import CorruptCheckpointError
 from perdure.host.proc import incarnation
@@ -310,3 +311,13 @@ async def happened(event: threading.Event) -> None:
 
 async def send(address: Address, path: Path, header: SlotHeader, patience: float = 10.0) -> None:
     await offer(address, TOKEN, NODE, path, header, patience=patience)
+
+
+async def send_to_busy(address: Address, path: Path, header: SlotHeader) -> None:
+    """As `copies` does: a peer that is still at an offer that was given up is asked again."""
+    with anyio.fail_after(30):
+        while True:
+            try:
+                return await send(address, path, header)
+            except NotNowError:
+                await anyio.sleep(0.02)
